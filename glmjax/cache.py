@@ -1,0 +1,137 @@
+"""The KV pool on the device: typed arrays over all layers and slots, updated in place.
+
+A slot holds one token in every layer.  The scheduler owns which request a slot belongs to; a program receives slots (-1 for
+padding) and never copies the pool: it is donated, written and returned.
+
+Letters: L layers, N indexers, S slots.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from glmjax import codec
+from glmjax.config import GLMConfig
+from glmjax.errors import ConfigError
+
+CacheDtype = Literal["fp8_ds_mla", "bfloat16", "float32"]
+
+
+@struct.dataclass
+class KVCache:
+    """Latents, rotary keys and index keys of every slot.
+
+    Attributes:
+      latent: [L, S, kv_lora] fp8, bf16 or float32.
+      latent_scale: [L, S, tiles] float32 for fp8, else None.
+      rope: [L, S, rope]; bf16 for fp8 and bf16 caches.
+      index_key: [N, S, index_dim], of the latent's dtype.
+      index_scale: [N, S] float32 for fp8, else None.
+    """
+
+    latent: jax.Array
+    latent_scale: jax.Array | None
+    rope: jax.Array
+    index_key: jax.Array
+    index_scale: jax.Array | None
+
+    @property
+    def quantized(self) -> bool:
+        return self.latent_scale is not None
+
+    @property
+    def num_slots(self) -> int:
+        return self.latent.shape[1]
+
+
+def abstract_cache(config: GLMConfig, num_slots: int, dtype: CacheDtype, *, mtp: bool = False) -> KVCache:
+    """Shapes and dtypes of a pool, as ``jax.ShapeDtypeStruct`` leaves.
+
+    Args:
+      mtp: give the MTP layer rows too (the last of L and N).
+
+    Raises:
+      ConfigError: ``dtype`` is not a cache format.
+    """
+    if dtype not in ("fp8_ds_mla", "bfloat16", "float32"):
+        raise ConfigError(f"kv_cache_dtype must be 'fp8_ds_mla', 'bfloat16' or 'float32', got {dtype!r}")
+    extra = int(mtp and config.num_nextn_predict_layers > 0)
+    layers, indexers = config.num_hidden_layers + extra, config.num_full_indexers + extra
+    fp8 = dtype == "fp8_ds_mla"
+    wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
+    narrow = codec.FP8 if fp8 else wide
+
+    def array(*shape: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    tiles = codec.num_tiles(config.kv_lora_rank)
+    return KVCache(  # type: ignore[arg-type]
+        latent=array(layers, num_slots, config.kv_lora_rank, dtype=narrow),
+        latent_scale=array(layers, num_slots, tiles, dtype=jnp.float32) if fp8 else None,
+        rope=array(layers, num_slots, config.qk_rope_head_dim, dtype=wide),
+        index_key=array(indexers, num_slots, config.index_head_dim, dtype=narrow),
+        index_scale=array(indexers, num_slots, dtype=jnp.float32) if fp8 else None,
+    )
+
+
+def make_cache(config: GLMConfig, num_slots: int, dtype: CacheDtype, *, mtp: bool = False) -> KVCache:
+    """An empty pool on the default device."""
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_cache(config, num_slots, dtype, mtp=mtp))
+
+
+def _write(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """pool[layer, slots] = rows, in place; slots of -1 are dropped."""
+    layers, size = pool.shape[:2]
+    flat = pool.reshape(layers * size, *pool.shape[2:])
+    where = jnp.where(slots >= 0, layer * size + slots, layers * size)
+    return flat.at[where].set(rows.astype(pool.dtype), mode="drop").reshape(pool.shape)
+
+
+def _read(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Array:
+    """pool[layer, slots] for slots >= 0."""
+    layers, size = pool.shape[:2]
+    flat = pool.reshape(layers * size, *pool.shape[2:])
+    return flat.at[layer * size + slots].get(mode="promise_in_bounds")
+
+
+def insert_mla(
+    cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array
+) -> KVCache:
+    """Writes one layer's rows: slots [T] int32 (-1 dropped), latent [T, kv_lora], rope [T, rope]."""
+    cache = cache.replace(rope=_write(cache.rope, layer, slots, rope))
+    if cache.latent_scale is None:
+        return cache.replace(latent=_write(cache.latent, layer, slots, latent))
+    values, scale = codec.quantize_latent(latent.astype(jnp.bfloat16))
+    return cache.replace(
+        latent=_write(cache.latent, layer, slots, values),
+        latent_scale=_write(cache.latent_scale, layer, slots, scale),
+    )
+
+
+def insert_index_key(cache: KVCache, indexer: jax.Array | int, slots: jax.Array, key: jax.Array) -> KVCache:
+    """Writes one indexer's keys: slots [T] int32 (-1 dropped), key [T, index_dim]."""
+    if cache.index_scale is None:
+        return cache.replace(index_key=_write(cache.index_key, indexer, slots, key))
+    values, scale = codec.quantize_index_key(key.astype(jnp.bfloat16))
+    return cache.replace(
+        index_key=_write(cache.index_key, indexer, slots, values),
+        index_scale=_write(cache.index_scale, indexer, slots, scale),
+    )
+
+
+def read_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Dequantised rows of one layer: slots [...] int32 >= 0 -> latent [..., kv_lora], rope [..., rope]."""
+    latent, rope = _read(cache.latent, layer, slots), _read(cache.rope, layer, slots)
+    if cache.latent_scale is not None:
+        latent = codec.dequantize_latent(latent, _read(cache.latent_scale, layer, slots))
+    return latent, rope
+
+
+def read_index_keys(
+    cache: KVCache, indexer: jax.Array | int, slots: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Index keys as stored: slots [...] int32 >= 0 -> keys [..., index_dim] and their scale [...] if quantised."""
+    keys = _read(cache.index_key, indexer, slots)
+    return keys, None if cache.index_scale is None else _read(cache.index_scale, indexer, slots)

@@ -1,0 +1,145 @@
+"""The model: embeddings, index groups in scans over stacked parameters, final norm and head.
+
+An index group is a leader, which runs the indexer, and the followers that reuse its top-k.  Consecutive groups of the same
+make-up (their layers' MLPs, dense or experts) form a run, and a run of several groups is one ``lax.scan``; GLM-5.3 has three
+runs: {0} {1}, {2..5}, and {6..9} .. {74..77}.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from glmjax.attention import attend, insert_kv, query_latent
+from glmjax.batch import TokenBatch, contiguous_batch
+from glmjax.cache import KVCache, make_cache
+from glmjax.config import GLMConfig
+from glmjax.indexer import select
+from glmjax.layers import at_layer, rms_norm, rope_angles, swiglu
+from glmjax.moe import moe
+from glmjax.params import Params
+
+MLPKind = Literal["dense", "experts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRun:
+    """``count`` consecutive index groups of the same make-up.
+
+    Attributes:
+      layer: first layer of the first group; indexer: its place among the indexers.
+      mlps: kind of MLP of each layer of a group.
+    """
+
+    layer: int
+    indexer: int
+    mlps: tuple[MLPKind, ...]
+    count: int
+
+
+def group_runs(config: GLMConfig) -> tuple[GroupRun, ...]:
+    """Cuts the trunk into runs of equal index groups."""
+    layers = config.num_hidden_layers
+    leaders = [i for i, kind in enumerate(config.indexer_types) if kind == "full"]
+    runs: list[GroupRun] = []
+    for indexer, (first, end) in enumerate(zip(leaders, [*leaders[1:], layers], strict=True)):
+        mlps: tuple[MLPKind, ...] = tuple(
+            "dense" if i < config.first_k_dense_replace else "experts" for i in range(first, end)
+        )
+        if runs and runs[-1].mlps == mlps:
+            runs[-1] = dataclasses.replace(runs[-1], count=runs[-1].count + 1)
+        else:
+            runs.append(GroupRun(first, indexer, mlps, 1))
+    return tuple(runs)
+
+
+def mtp_group(config: GLMConfig) -> GroupRun:
+    """The MTP layer: the last entry of every stack it is in."""
+    return GroupRun(config.num_hidden_layers, config.num_full_indexers, ("experts",), 1)
+
+
+def run_group(
+    params: Params,
+    config: GLMConfig,
+    cache: KVCache,
+    hidden: jax.Array,
+    batch: TokenBatch,
+    mlps: tuple[MLPKind, ...],
+    layer: jax.Array | int,
+    indexer: jax.Array | int,
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """One index group: hidden [T, D] -> cache, hidden [T, D], selected positions [T, K]."""
+    R, Q = batch.tokens.shape
+    angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
+    valid = batch.valid.reshape(-1)
+    chosen = slots = None
+    for i, kind in enumerate(mlps):
+        weights = at_layer(params.attention, layer + i)
+        x = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
+        latent = query_latent(weights, config, x)
+        cache = insert_kv(weights, config, cache, layer + i, x, angles, batch)
+        if i == 0:
+            indexer_weights = at_layer(params.indexer, indexer)
+            cache, chosen = select(indexer_weights, config, cache, indexer, x, latent, angles, batch)
+            slots = batch.slots(jnp.maximum(chosen, 0).reshape(R, Q, -1)).reshape(chosen.shape)
+            slots = jnp.where(chosen >= 0, slots, -1)
+        hidden = hidden + attend(weights, config, cache, layer + i, latent, angles, slots)
+        x = rms_norm(hidden, weights.output_norm, config.rms_norm_eps)
+        if kind == "dense":
+            hidden = hidden + swiglu(x, *(at_layer(w, layer + i) for w in (params.dense.gate_up, params.dense.down)))
+        else:
+            hidden = hidden + moe(params.moe, config, layer + i - config.first_k_dense_replace, x, valid)
+    return cache, hidden, chosen
+
+
+def run_layers(
+    params: Params, config: GLMConfig, cache: KVCache, batch: TokenBatch
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """The trunk up to the final norm.
+
+    Returns:
+      the cache with the batch's rows written, hidden states [R * Q, D] after ``model.norm``, and the positions that
+      each indexer selected [N, R * Q, K].
+    """
+    hidden = params.embed[batch.tokens.reshape(-1)]
+    chosen = []
+    for run in group_runs(config):
+
+        def body(
+            carry: tuple[KVCache, jax.Array], group: jax.Array | int, run: GroupRun = run
+        ) -> tuple[tuple[KVCache, jax.Array], jax.Array]:
+            layer, indexer = run.layer + group * len(run.mlps), run.indexer + group
+            cache, hidden, chosen = run_group(params, config, *carry, batch, run.mlps, layer, indexer)
+            return (cache, hidden), chosen
+
+        if run.count == 1:
+            (cache, hidden), selected = body((cache, hidden), 0)
+            chosen.append(selected[None])
+        else:
+            groups = jnp.arange(run.count, dtype=jnp.int32)
+            (cache, hidden), selected = jax.lax.scan(body, (cache, hidden), groups)
+            chosen.append(selected)
+    return cache, rms_norm(hidden, params.final_norm, config.rms_norm_eps), jnp.concatenate(chosen)
+
+
+def logits(params: Params, hidden: jax.Array) -> jax.Array:
+    """[T, D] after the final norm -> [T, V] float32."""
+    return jax.lax.dot_general(
+        hidden, params.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def forward(params: Params, tokens: jax.Array, config: GLMConfig) -> jax.Array:
+    """Logits of whole sequences, with a throw-away KV cache in the parameters' dtype.
+
+    Args:
+      tokens: [B, S] int32.
+
+    Returns:
+      [B, S, V] float32.
+    """
+    B, S = tokens.shape
+    dtype = "float32" if params.embed.dtype == jnp.float32 else "bfloat16"
+    _, hidden, _ = run_layers(params, config, make_cache(config, B * S, dtype), contiguous_batch(tokens))
+    return logits(params, hidden).reshape(B, S, -1)

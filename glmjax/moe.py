@@ -1,0 +1,55 @@
+"""Mixture of experts: a sigmoid router in float32 with a selection bias, routed experts and shared ones."""
+
+import jax
+import jax.numpy as jnp
+
+from glmjax.config import GLMConfig
+from glmjax.kernels.grouped_matmul import grouped_apply
+from glmjax.layers import at_layer, swiglu
+from glmjax.params import MoEParams, Weight
+
+
+def route(router: jax.Array, bias: jax.Array, config: GLMConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Chooses experts (spec/model.md 2.6): the bias decides who is chosen, not how much they count.
+
+    Args:
+      router: [E, D] float32; bias: [E] float32 (rounding it to bf16 would change most choices).
+      x: [T, D].
+
+    Returns:
+      expert ids [T, k] int32 and their weights [T, k] float32.
+    """
+    probability = jax.nn.sigmoid(x.astype(jnp.float32) @ router.T)
+    _, ids = jax.lax.top_k(probability + bias, config.num_experts_per_tok)
+    weights = jnp.take_along_axis(probability, ids, axis=-1)
+    if config.norm_topk_prob:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return ids, weights * config.routed_scaling_factor
+
+
+def moe(params: MoEParams, config: GLMConfig, index: jax.Array | int, x: jax.Array, valid: jax.Array) -> jax.Array:
+    """Routed plus shared experts of one layer.
+
+    Args:
+      params: stacks over all such layers; index: which one.
+      x: [T, D]; valid: [T] bool, padding is sent to no expert.
+
+    Returns:
+      [T, D].
+    """
+    ids, weights = route(params.router[index], params.router_bias[index], config, x)
+    ids = jnp.where(valid[:, None], ids, -1)
+
+    def expert(e: jax.Array, rows: jax.Array) -> jax.Array:
+        return swiglu(rows, _expert(params.gate_up, index, e), _expert(params.down, index, e))
+
+    routed = grouped_apply(x, ids, config.n_routed_experts, expert)  # [T, k, D]
+    out = jnp.einsum("tkd,tk->td", routed.astype(jnp.float32), weights).astype(x.dtype)
+    if config.n_shared_experts:
+        out += swiglu(x, at_layer(params.shared_gate_up, index), at_layer(params.shared_down, index))
+    return out
+
+
+def _expert(stack: Weight, index: jax.Array | int, expert: jax.Array) -> Weight:
+    """One expert of one layer, without first copying the layer: [M, E, ...] -> [...]."""
+    return jax.tree.map(lambda w: w[index, expert], stack)

@@ -1,0 +1,52 @@
+"""Scores of the lightning indexer: I[t, s] = scale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]) (spec/model.md 2.4)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def index_scores(
+    query: jax.Array,
+    head_weights: jax.Array,
+    keys: jax.Array,
+    key_scale: jax.Array | None,
+    query_position: jax.Array,
+    first: jax.Array,
+) -> jax.Array:
+    """Scores of one chunk of the context; positions after the query are -inf.
+
+    Args:
+      query: [R, Q, H, d], of R requests with Q tokens each.
+      head_weights: [R, Q, H] float32; every constant factor and the query's own scale are folded in.
+      keys: [R, C, d], positions first .. first + C - 1 of each request.
+      key_scale: [R, C] float32, or None for unscaled keys.
+      query_position: [R, Q] int32.
+      first: scalar int32, position of keys[:, 0].
+
+    Returns:
+      [R, Q, C] float32.
+    """
+    product = jax.lax.dot_general(
+        _flat(query), keys.astype(query.dtype), (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )  # [R, Q * H, C]
+    R, Q, H, _ = query.shape
+    product = jax.nn.relu(product).reshape(R, Q, H, -1)
+    scores = jnp.sum(product * head_weights[..., None], axis=2)
+    if key_scale is not None:
+        scores = scores * key_scale[:, None]
+    position = first + jnp.arange(keys.shape[1], dtype=jnp.int32)
+    return jnp.where(position <= query_position[..., None], scores, -jnp.inf)
+
+
+def _flat(query: jax.Array) -> jax.Array:
+    R, Q, H, d = query.shape
+    return query.reshape(R, Q * H, d)
+
+
+def index_scores_numpy(
+    query: np.ndarray, head_weights: np.ndarray, keys: np.ndarray, query_position: np.ndarray
+) -> np.ndarray:
+    """Float64 twin for one request: [Q, H, d], [Q, H], [S, d], [Q] -> [Q, S]."""
+    product = np.maximum(np.einsum("qhd,sd->qhs", query.astype(np.float64), keys.astype(np.float64)), 0)
+    scores = np.einsum("qhs,qh->qs", product, head_weights.astype(np.float64))
+    return np.where(np.arange(keys.shape[0]) <= query_position[:, None], scores, -np.inf)

@@ -1,0 +1,113 @@
+"""Absorbed MLA over selected rows of the KV pool: one latent row serves all heads (spec/model.md 2.2, 2.5).
+
+The jnp form walks over tiles of queries and, within a tile, over chunks of the selected rows with an online softmax, so
+that its temporaries stay in cache and rows that do not exist (short contexts) cost nothing.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+GatherRows = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+ROW_CHUNK = 512  # selected rows handled at once
+TILE_ELEMENTS = 1 << 20  # gathered elements of a tile: 4 MiB in float32
+
+
+def sparse_mla(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    rows: jax.Array,
+    gather: GatherRows,
+    *,
+    scale: float,
+    latent_dim: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each query over its own selected rows.
+
+    Args:
+      query_latent: [T, H, kv_lora], the query multiplied by W_UK.
+      query_rope: [T, H, rope].
+      rows: [T, K] int32 rows of the pool, valid ones first; -1 is skipped.
+      gather: rows [...] int32 (all >= 0) -> latents [..., kv_lora] and rope keys [..., rope], dequantised.
+      scale: softmax scale.
+      latent_dim: kv_lora.
+
+    Returns:
+      output [T, H, kv_lora] in the query's dtype, zero where no row is selected, and the log-sum-exp [T, H]
+      float32 (base e), -inf there.
+    """
+    T, K = rows.shape
+    chunk = min(K, ROW_CHUNK)
+    width = latent_dim + query_rope.shape[-1]
+    tile = max(1, min(T, TILE_ELEMENTS // (chunk * width)))
+    if tile >= T:
+        return _tile(query_latent, query_rope, rows, gather, scale, chunk)
+    tiles = -(-T // tile)
+
+    def pad(x: jax.Array, value: int = 0) -> jax.Array:
+        extra = [(0, tiles * tile - T)] + [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, extra, constant_values=value).reshape(tiles, tile, *x.shape[1:])
+
+    inputs = (pad(query_latent), pad(query_rope), pad(rows, -1))
+    out, lse = jax.lax.map(lambda x: _tile(*x, gather, scale, chunk), inputs)
+    return out.reshape(tiles * tile, *out.shape[2:])[:T], lse.reshape(tiles * tile, -1)[:T]
+
+
+def _tile(
+    query_latent: jax.Array, query_rope: jax.Array, rows: jax.Array, gather: GatherRows, scale: float, chunk: int
+) -> tuple[jax.Array, jax.Array]:
+    t, H, latent_dim = query_latent.shape
+    chunks = -(-rows.shape[1] // chunk)
+    if chunks == 1:
+        scores, latent = _scores(query_latent, query_rope, rows, gather, scale)
+        total, lse = _softmax(scores)
+        out = jnp.einsum("thk,tkd->thd", total, latent, preferred_element_type=jnp.float32)
+        return out.astype(query_latent.dtype), lse
+
+    rows = jnp.pad(rows, [(0, 0), (0, chunks * chunk - rows.shape[1])], constant_values=-1)
+    used = jnp.max(jnp.sum(rows >= 0, axis=1))
+
+    def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, lse = carry
+        part = jax.lax.dynamic_slice_in_dim(rows, i * chunk, chunk, axis=1)
+        scores, latent = _scores(query_latent, query_rope, part, gather, scale)
+        weights, part_lse = _softmax(scores)
+        part_out = jnp.einsum("thk,tkd->thd", weights, latent, preferred_element_type=jnp.float32)
+        return merge_by_lse(out, lse, part_out, part_lse)
+
+    start = (jnp.zeros((t, H, latent_dim), jnp.float32), jnp.full((t, H), -jnp.inf))
+    out, lse = jax.lax.fori_loop(0, (used + chunk - 1) // chunk, add, start)
+    return out.astype(query_latent.dtype), lse
+
+
+def _scores(
+    query_latent: jax.Array, query_rope: jax.Array, rows: jax.Array, gather: GatherRows, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Scaled scores [t, H, k] float32 (-inf for row -1) and the gathered latents [t, k, kv_lora]."""
+    latent, rope = gather(jnp.maximum(rows, 0))
+    latent, rope = latent.astype(query_latent.dtype), rope.astype(query_rope.dtype)
+    f32 = jnp.float32
+    scores = jnp.einsum("thd,tkd->thk", query_latent, latent, preferred_element_type=f32)
+    scores += jnp.einsum("thd,tkd->thk", query_rope, rope, preferred_element_type=f32)
+    return jnp.where(rows[:, None] >= 0, scores * scale, -jnp.inf), latent
+
+
+def _softmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Weights over the last axis and their log-sum-exp; a row of -inf gives zero weights and -inf."""
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(top > -jnp.inf, top, 0))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    lse = jnp.where(total > 0, jnp.log(total) + top, -jnp.inf)[..., 0]
+    return weights / jnp.where(total > 0, total, 1), lse
+
+
+def merge_by_lse(
+    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax-weighted union of two partial attentions: outputs [..., d], log-sum-exps [...]."""
+    lse = jnp.logaddexp(lse_a, lse_b)
+    safe = jnp.where(lse > -jnp.inf, lse, 0)
+    weight_a, weight_b = jnp.exp(lse_a - safe), jnp.exp(lse_b - safe)
+    return out_a * weight_a[..., None] + out_b * weight_b[..., None], lse
