@@ -54,11 +54,6 @@ def group_runs(config: GLMConfig) -> tuple[GroupRun, ...]:
     return tuple(runs)
 
 
-def mtp_group(config: GLMConfig) -> GroupRun:
-    """The MTP layer: the last entry of every stack it is in."""
-    return GroupRun(config.num_hidden_layers, config.num_full_indexers, ("experts",), 1)
-
-
 def run_group(
     params: Params,
     config: GLMConfig,
@@ -68,20 +63,30 @@ def run_group(
     mlps: tuple[MLPKind, ...],
     layer: jax.Array | int,
     indexer: jax.Array | int,
+    chosen: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
-    """One index group: hidden [T, D] -> cache, hidden [T, D], selected positions [T, K]."""
+    """One index group.
+
+    Args:
+      hidden: [T, D], T = R * Q.
+      layer, indexer: place of the leader among the layers and among the indexers.
+      chosen: [T, K] positions to attend to instead of running the indexer (drafts after the first).
+
+    Returns:
+      the cache, hidden [T, D] and the selected positions [T, K].
+    """
     R, Q = batch.tokens.shape
     angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
     valid = batch.valid.reshape(-1)
-    chosen = slots = None
     for i, kind in enumerate(mlps):
         weights = at_layer(params.attention, layer + i)
         x = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
         latent = query_latent(weights, config, x)
         cache = insert_kv(weights, config, cache, layer + i, x, angles, batch)
-        if i == 0:
+        if chosen is None:
             indexer_weights = at_layer(params.indexer, indexer)
             cache, chosen = select(indexer_weights, config, cache, indexer, x, latent, angles, batch)
+        if i == 0:
             slots = batch.slots(jnp.maximum(chosen, 0).reshape(R, Q, -1)).reshape(chosen.shape)
             slots = jnp.where(chosen >= 0, slots, -1)
         hidden = hidden + attend(weights, config, cache, layer + i, latent, angles, slots)

@@ -1,0 +1,88 @@
+"""The multi-token-prediction layer: one decoder layer that drafts the token after next (spec/model.md 2.7).
+
+Its KV and index keys are the last entries of the cache's stacks.  Row i takes the trunk's final hidden state of position i
+and the embedding of token i + 1, and predicts token i + 2.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from glmjax.batch import TokenBatch
+from glmjax.cache import KVCache
+from glmjax.config import GLMConfig
+from glmjax.layers import linear, rms_norm
+from glmjax.model import logits, run_group
+from glmjax.params import Params
+
+
+def mtp_layer(
+    params: Params,
+    config: GLMConfig,
+    cache: KVCache,
+    hidden: jax.Array,
+    batch: TokenBatch,
+    chosen: jax.Array | None = None,
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """Runs the layer over a batch whose tokens are the *next* tokens of its positions.
+
+    Args:
+      hidden: [T, D] after ``model.norm`` of the same positions, or this layer's own output when drafts are chained.
+      batch: tokens[r, q] is the token at position start + q + 1.
+      chosen: [T, K] positions to reuse from an earlier draft; then no index key is written.
+
+    Returns:
+      the cache, hidden [T, D] after ``shared_head.norm``, and the selected positions [T, K].
+
+    Raises:
+      ValueError: the parameters were loaded without the MTP layer.
+    """
+    mtp = params.mtp
+    if mtp is None:
+        raise ValueError("these parameters have no MTP layer: load the checkpoint with mtp=True")
+    embedding = params.embed[batch.tokens.reshape(-1)]
+    # Position 0 sees no embedding, as in vLLM.
+    embedding = jnp.where((batch.positions.reshape(-1) > 0)[:, None], embedding, 0)
+    parts = [
+        rms_norm(embedding, mtp.embed_norm, config.rms_norm_eps),
+        rms_norm(hidden, mtp.hidden_norm, config.rms_norm_eps),
+    ]
+    x = linear(jnp.concatenate(parts, axis=-1), mtp.projection)
+    layer, indexer = config.num_hidden_layers, config.num_full_indexers
+    cache, x, chosen = run_group(params, config, cache, x, batch, ("experts",), layer, indexer, chosen)
+    return cache, rms_norm(x, mtp.final_norm, config.rms_norm_eps), chosen
+
+
+def draft(
+    params: Params,
+    config: GLMConfig,
+    cache: KVCache,
+    hidden: jax.Array,
+    batch: TokenBatch,
+    num_drafts: int,
+) -> tuple[KVCache, jax.Array, jax.Array]:
+    """Drafts greedily: one pass over the batch's rows, then single rows that feed on one another.
+
+    Args:
+      hidden: [R * Q, D] of the trunk after ``model.norm``.
+      batch: next tokens of its positions (see ``mtp_layer``); drafting goes on from each request's last real row.
+      num_drafts: n >= 1.
+
+    Returns:
+      the cache, draft tokens [R, n] int32 and their logits [R, n, V] float32.
+    """
+    R, Q = batch.tokens.shape
+    last = jnp.arange(R) * Q + batch.length - 1
+    cache, out, chosen = mtp_layer(params, config, cache, hidden, batch)
+    out, shared = out[last], chosen[last] if config.index_share_for_mtp_iteration else None
+    tokens, scores = [], []
+    for step in range(num_drafts):
+        if step:
+            row = batch.replace(
+                tokens=tokens[-1][:, None],
+                start=batch.start + batch.length - 1 + step,
+                length=jnp.ones_like(batch.length),
+            )
+            cache, out, _ = mtp_layer(params, config, cache, out, row, shared)
+        scores.append(logits(params, out))
+        tokens.append(jnp.argmax(scores[-1], axis=-1).astype(jnp.int32))
+    return cache, jnp.stack(tokens, axis=1), jnp.stack(scores, axis=1)
