@@ -1,12 +1,9 @@
 """Block-FP8 weights on the host: one float32 scale per 128 x 128 block, in NumPy (spec/model.md 3.2)."""
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from glmjax.params import QUANT_BLOCK, Params, QuantizedWeight, abstract_params
-from glmjax.config import GLMConfig
+from glmjax.params import QUANT_BLOCK
 
 FP8_MAX = 448.0  # largest float8_e4m3fn
 

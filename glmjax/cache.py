@@ -96,9 +96,7 @@ def _read(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Arra
     return flat.at[layer * size + slots].get(mode="promise_in_bounds")
 
 
-def insert_mla(
-    cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array
-) -> KVCache:
+def insert_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array) -> KVCache:
     """Writes one layer's rows: slots [T] int32 (-1 dropped), latent [T, kv_lora], rope [T, rope]."""
     cache = cache.replace(rope=_write(cache.rope, layer, slots, rope))
     if cache.latent_scale is None:
@@ -129,9 +127,7 @@ def read_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array) -> tuple[
     return latent, rope
 
 
-def read_index_keys(
-    cache: KVCache, indexer: jax.Array | int, slots: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
+def read_index_keys(cache: KVCache, indexer: jax.Array | int, slots: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Index keys as stored: slots [...] int32 >= 0 -> keys [..., index_dim] and their scale [...] if quantised."""
     keys = _read(cache.index_key, indexer, slots)
     return keys, None if cache.index_scale is None else _read(cache.index_scale, indexer, slots)

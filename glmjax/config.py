@@ -69,9 +69,7 @@ class GLMConfig:
         check.at_most("num_experts_per_tok", "n_routed_experts")
         check.at_most("qk_rope_head_dim", "index_head_dim")
         if self.num_nextn_predict_layers not in (0, 1):
-            raise ConfigError(
-                f"num_nextn_predict_layers must be 0 or 1, got {self.num_nextn_predict_layers}"
-            )
+            raise ConfigError(f"num_nextn_predict_layers must be 0 or 1, got {self.num_nextn_predict_layers}")
         if len(self.indexer_types) != self.num_hidden_layers:
             raise ConfigError(
                 f"indexer_types has {len(self.indexer_types)} entries for {self.num_hidden_layers} layers"
@@ -259,9 +257,7 @@ class _Checks:
 
 def index_share(num_layers: int, *, freq: int, offset: int) -> tuple[IndexerType, ...]:
     """IndexShare: layer i runs the indexer iff max(i - offset + 1, 0) is a multiple of freq (arXiv 2603.12201)."""
-    return tuple(
-        "full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(num_layers)
-    )
+    return tuple("full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(num_layers))
 
 
 _REQUIRED = (

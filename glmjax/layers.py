@@ -32,9 +32,7 @@ def as_array(weight: Weight, dtype: jnp.dtype) -> jax.Array:
 def linear(x: jax.Array, weight: Weight) -> jax.Array:
     """x Wᵀ: [..., in] times [out, in] -> [..., out], accumulated in float32."""
     w = as_array(weight, x.dtype)
-    out = jax.lax.dot_general(
-        x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    out = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return out.astype(x.dtype)
 
 

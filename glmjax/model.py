@@ -130,9 +130,7 @@ def run_layers(
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """[T, D] after the final norm -> [T, V] float32."""
-    return jax.lax.dot_general(
-        hidden, params.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    return jax.lax.dot_general(hidden, params.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def forward(params: Params, tokens: jax.Array, config: GLMConfig) -> jax.Array:

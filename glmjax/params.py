@@ -115,9 +115,7 @@ class Params:
 FLOAT32_WEIGHTS = frozenset({"head_weights", "router", "router_bias"})
 
 
-def abstract_params(
-    config: GLMConfig, dtype: jnp.dtype, *, mtp: bool = True, quantized: bool = False
-) -> Params:
+def abstract_params(config: GLMConfig, dtype: jnp.dtype, *, mtp: bool = True, quantized: bool = False) -> Params:
     """Shapes and dtypes of the tree, as ``jax.ShapeDtypeStruct`` leaves.
 
     Args:
@@ -190,9 +188,7 @@ def abstract_params(
     )  # type: ignore[arg-type]
 
 
-def random_params(
-    config: GLMConfig, dtype: jnp.dtype = jnp.float32, *, seed: int = 0, mtp: bool = True
-) -> Params:
+def random_params(config: GLMConfig, dtype: jnp.dtype = jnp.float32, *, seed: int = 0, mtp: bool = True) -> Params:
     """A random model in which no part is degenerate, the same for the same seed on every platform.
 
     Matrices are normal with deviation 1/sqrt(in), norms 1 + 0.05 normal, biases 0.05 normal, embeddings normal.

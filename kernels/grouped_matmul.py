@@ -46,9 +46,7 @@ def tile_rows(pairs: int, num_experts: int) -> int:
     return int(min(128, 1 << (mean - 1).bit_length()))
 
 
-def group_by_expert(
-    expert_ids: jax.Array, num_experts: int, tile: int
-) -> tuple[jax.Array, jax.Array, jax.Array, int]:
+def group_by_expert(expert_ids: jax.Array, num_experts: int, tile: int) -> tuple[jax.Array, jax.Array, jax.Array, int]:
     """Places pairs so that each expert's pairs stand together, in order, from the start of a tile.
 
     Args:

@@ -103,9 +103,7 @@ def _softmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     return weights / jnp.where(total > 0, total, 1), lse
 
 
-def merge_by_lse(
-    out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def merge_by_lse(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Softmax-weighted union of two partial attentions: outputs [..., d], log-sum-exps [...]."""
     lse = jnp.logaddexp(lse_a, lse_b)
     safe = jnp.where(lse > -jnp.inf, lse, 0)

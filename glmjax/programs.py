@@ -1,0 +1,212 @@
+"""Compiled step programs: (params, cache, inputs) -> (cache, outputs), one per shape, built once before serving.
+
+A step's host inputs travel as ONE int32 array and its outputs come back as one, since a copy's fixed cost is what matters
+at decode.  The cache is donated: the pool is updated in place, never copied.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from glmjax.batch import TokenBatch
+from glmjax.cache import CacheDtype, KVCache, abstract_cache, make_cache
+from glmjax.config import GLMConfig
+from glmjax.errors import ConfigError
+from glmjax.model import logits, run_layers
+from glmjax.params import Params
+from glmjax.sample import SamplingBatch, sample
+from glmjax.types import MAX_LOGPROBS
+
+MAX_BANNED = 64  # tokens that one request may ban in a step
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class StepShape:
+    """A compiled rectangle: ``requests`` rows of up to ``tokens`` new tokens each."""
+
+    requests: int
+    tokens: int
+
+
+@dataclasses.dataclass
+class StepInputs:
+    """Host arrays of one step; field for field what ``TokenBatch`` and ``SamplingBatch`` hold on the device."""
+
+    tokens: np.ndarray  # [R, Q] int32
+    block_tables: np.ndarray  # [R, B] int32
+    banned: np.ndarray  # [R, MAX_BANNED] int32, -1 for none
+    start: np.ndarray  # [R] int32
+    length: np.ndarray  # [R] int32
+    top_k: np.ndarray  # [R] int32
+    wants_logprobs: np.ndarray  # [R] int32, 0 or 1
+    seed: np.ndarray  # [R, 2] uint32
+    temperature: np.ndarray  # [R] float32
+    top_p: np.ndarray  # [R] float32
+    min_p: np.ndarray  # [R] float32
+
+    @classmethod
+    def empty(cls, shape: StepShape, table_width: int) -> "StepInputs":
+        """Padding rows only: no token, greedy, nothing banned."""
+        R = shape.requests
+        i32, f32 = np.int32, np.float32
+        return cls(
+            tokens=np.zeros((R, shape.tokens), i32),
+            block_tables=np.zeros((R, table_width), i32),
+            banned=np.full((R, MAX_BANNED), -1, i32),
+            start=np.zeros(R, i32),
+            length=np.zeros(R, i32),
+            top_k=np.zeros(R, i32),
+            wants_logprobs=np.zeros(R, i32),
+            seed=np.zeros((R, 2), np.uint32),
+            temperature=np.zeros(R, f32),
+            top_p=np.ones(R, f32),
+            min_p=np.zeros(R, f32),
+        )
+
+    def pack(self) -> np.ndarray:
+        """All fields side by side: [R, width] int32, floats and seeds by their bits."""
+        columns = [getattr(self, f.name) for f in dataclasses.fields(self)]
+        return np.concatenate([c.reshape(c.shape[0], -1).view(np.int32) for c in columns], axis=1)
+
+
+def packed_width(shape: StepShape, table_width: int) -> int:
+    return shape.tokens + table_width + MAX_BANNED + 9
+
+
+def _unpack(packed: jax.Array, shape: StepShape, table_width: int, block_size: int) -> tuple[TokenBatch, SamplingBatch]:
+    ends = np.cumsum([shape.tokens, table_width, MAX_BANNED])
+    tokens, tables, banned, rest = jnp.split(packed, ends, axis=1)
+    start, length, top_k, wants, seed_low, seed_high, temperature, top_p, min_p = rest.T
+
+    def bits(x: jax.Array, dtype: Any) -> jax.Array:
+        return jax.lax.bitcast_convert_type(x, dtype)
+
+    f32 = jnp.float32
+    batch = TokenBatch(tokens, start, length, tables, block_size)
+    seed = bits(jnp.stack([seed_low, seed_high], axis=-1), jnp.uint32)
+    how = SamplingBatch(
+        bits(temperature, f32), bits(top_p, f32), bits(min_p, f32), top_k, seed, banned, wants_logprobs=wants > 0
+    )
+    return batch, how
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOutputs:
+    """Host view of a step's packed output; see ``SampleOutput``."""
+
+    token: np.ndarray  # [R] int32
+    rank: np.ndarray  # [R] int32
+    logprob: np.ndarray  # [R] float32
+    top_ids: np.ndarray  # [R, 20] int32
+    top_logprobs: np.ndarray  # [R, 20] float32
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray) -> "StepOutputs":
+        most = (packed.shape[1] - 3) // 2
+        token, rank, logprob = packed[:, 0], packed[:, 1], packed[:, 2].view(np.float32)
+        return cls(token, rank, logprob, packed[:, 3 : 3 + most], packed[:, 3 + most :].view(np.float32))
+
+
+def make_step(
+    config: GLMConfig, shape: StepShape, table_width: int, block_size: int
+) -> Callable[[Params, KVCache, jax.Array], tuple[KVCache, jax.Array]]:
+    """The pure step of one shape: computes the rectangle, writes its KV and samples after each row's last token."""
+
+    def step(params: Params, cache: KVCache, packed: jax.Array) -> tuple[KVCache, jax.Array]:
+        batch, how = _unpack(packed, shape, table_width, block_size)
+        cache, hidden, _ = run_layers(params, config, cache, batch)
+        last = jnp.arange(shape.requests) * shape.tokens + jnp.maximum(batch.length - 1, 0)
+        out = sample(logits(params, hidden[last]), how, batch.start + batch.length)
+        columns = [out.token[:, None], out.rank[:, None], out.logprob[:, None], out.top_ids, out.top_logprobs]
+        return cache, jnp.concatenate([jax.lax.bitcast_convert_type(c, jnp.int32) for c in columns], axis=1)
+
+    return step
+
+
+def step_shapes(max_num_seqs: int, max_chunk: int) -> tuple[StepShape, ...]:
+    """Shapes to compile: powers of two of one-token rows, and of one-row chunks from 16 tokens up.
+
+    Powers of four would halve the compile time and pad up to four times as much.
+    """
+    decode = [StepShape(r, 1) for r in _powers(1, max_num_seqs)]
+    return (*decode, *(StepShape(1, q) for q in _powers(16, max_chunk)))
+
+
+def _powers(first: int, last: int) -> Iterable[int]:
+    size = first
+    while size < last:
+        yield size
+        size *= 2
+    yield max(last, first) if last <= first else size
+
+
+class Programs:
+    """The compiled steps of one engine, and the only place that compiles.
+
+    Args:
+      params: on the device.
+      num_blocks, block_size: the KV pool.
+      table_width: blocks of the longest request.
+      shapes: rectangles to compile.
+      progress: called with (done, total) as programs become ready.
+    """
+
+    def __init__(
+        self,
+        config: GLMConfig,
+        params: Params,
+        *,
+        num_blocks: int,
+        block_size: int,
+        table_width: int,
+        cache_dtype: CacheDtype,
+        shapes: Sequence[StepShape],
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        self.config, self.params = config, params
+        self.num_blocks, self.block_size, self.table_width = num_blocks, block_size, table_width
+        self.cache_dtype: CacheDtype = cache_dtype
+        self.shapes = tuple(sorted(set(shapes)))
+        self.compilations = 0
+        self._lock = threading.Lock()
+        self._steps: dict[StepShape, Any] = {}
+        # XLA compiles without the interpreter lock; two at once keep both cores of a small machine busy.
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            for done, (shape, compiled) in enumerate(pool.map(self._compile, self.shapes), 1):
+                self._steps[shape] = compiled
+                if progress:
+                    progress(done, len(self.shapes))
+
+    def make_cache(self) -> KVCache:
+        return make_cache(self.config, self.num_blocks * self.block_size, self.cache_dtype)
+
+    def smallest(self, requests: int, tokens: int) -> StepShape:
+        """The smallest compiled rectangle that holds ``requests`` rows of ``tokens`` tokens."""
+        fits = [s for s in self.shapes if s.requests >= requests and s.tokens >= tokens]
+        if not fits:
+            raise ConfigError(f"no compiled program holds {requests} requests of {tokens} tokens")
+        return min(fits, key=lambda s: (s.requests * s.tokens, s))
+
+    def run(self, shape: StepShape, cache: KVCache, inputs: StepInputs) -> tuple[KVCache, jax.Array]:
+        """Runs one rectangle.  The cache passed in is consumed."""
+        return self._steps[shape](self.params, cache, inputs.pack())
+
+    def _compile(self, shape: StepShape) -> tuple[StepShape, Any]:
+        step = make_step(self.config, shape, self.table_width, self.block_size)
+        cache = abstract_cache(self.config, self.num_blocks * self.block_size, self.cache_dtype)
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
+        packed = jax.ShapeDtypeStruct((shape.requests, packed_width(shape, self.table_width)), jnp.int32)
+        compiled = jax.jit(step, donate_argnums=1).lower(params, cache, packed).compile()
+        with self._lock:
+            self.compilations += 1
+        return shape, compiled
+
+
+def output_width(config: GLMConfig) -> int:
+    return 3 + 2 * min(MAX_LOGPROBS, config.vocab_size)
