@@ -1,7 +1,7 @@
 """The KV pool on the device: typed arrays over all layers and slots, updated in place.
 
-A slot holds one token in every layer.  The scheduler owns which request a slot belongs to; a program receives slots (-1 for
-padding) and never copies the pool: it is donated, written and returned.
+A slot holds one token in every layer. The scheduler owns which request a slot belongs to; a program receives slots
+(-1 for padding) and never copies the pool: it is donated, written and returned.
 
 Letters: L layers, N indexers, S slots.
 """

@@ -18,7 +18,7 @@ class GLMConfig:
     """Architecture of a ``glm_moe_dsa`` model, under Hugging Face's key names.
 
     Attributes:
-      indexer_types: per layer, "full" (runs the indexer) or "shared" (reuses the top-k of the nearest full layer before).
+      indexer_types: per layer, "full" (runs the indexer) or "shared" (reuses the top-k of the nearest full layer).
       mla_norm_eps: epsilon of ``q_a_layernorm`` and ``kv_a_layernorm``.  Serving engines use ``rms_norm_eps``,
         transformers 1e-6 (spec/model.md 2.2).
       num_nextn_predict_layers: 1 if the checkpoint carries the multi-token-prediction layer, else 0.
@@ -182,59 +182,59 @@ class GLMConfig:
     def glm_5_3(cls, **changes: Any) -> "GLMConfig":
         """GLM-5.3 (and 5.2): 78 layers, 744B parameters (spec/model.md 1.1)."""
         layers = 78
-        base: dict[str, Any] = dict(
-            vocab_size=154880,
-            hidden_size=6144,
-            num_hidden_layers=layers,
-            num_attention_heads=64,
-            q_lora_rank=2048,
-            kv_lora_rank=512,
-            qk_nope_head_dim=192,
-            qk_rope_head_dim=64,
-            v_head_dim=256,
-            index_n_heads=32,
-            index_head_dim=128,
-            index_topk=2048,
-            indexer_types=index_share(layers, freq=4, offset=3),
-            n_routed_experts=256,
-            n_shared_experts=1,
-            num_experts_per_tok=8,
-            first_k_dense_replace=3,
-            intermediate_size=12288,
-            moe_intermediate_size=2048,
-            eos_token_ids=(154820, 154827, 154829),
-            pad_token_id=154820,
-        )
+        base: dict[str, Any] = {
+            "vocab_size": 154880,
+            "hidden_size": 6144,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 64,
+            "q_lora_rank": 2048,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 192,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 256,
+            "index_n_heads": 32,
+            "index_head_dim": 128,
+            "index_topk": 2048,
+            "indexer_types": index_share(layers, freq=4, offset=3),
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 2048,
+            "eos_token_ids": (154820, 154827, 154829),
+            "pad_token_id": 154820,
+        }
         return cls(**(base | changes))
 
     @classmethod
     def tiny(cls, **changes: Any) -> "GLMConfig":
         """A model for tests: 7 layers of width 128, index groups {0} {1} {2..5} {6}, top-k 8."""
         layers = changes.get("num_hidden_layers", 7)
-        base: dict[str, Any] = dict(
-            vocab_size=320,
-            hidden_size=128,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            q_lora_rank=64,
-            kv_lora_rank=64,
-            qk_nope_head_dim=24,
-            qk_rope_head_dim=16,
-            v_head_dim=32,
-            index_n_heads=32,
-            index_head_dim=32,
-            index_topk=8,
-            indexer_types=index_share(layers, freq=4, offset=3),
-            n_routed_experts=16,
-            n_shared_experts=1,
-            num_experts_per_tok=4,
-            first_k_dense_replace=3,
-            intermediate_size=256,
-            moe_intermediate_size=32,
-            max_position_embeddings=4096,
-            eos_token_ids=(1, 2, 3),
-            pad_token_id=1,
-        )
+        base: dict[str, Any] = {
+            "vocab_size": 320,
+            "hidden_size": 128,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "q_lora_rank": 64,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 24,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 32,
+            "index_n_heads": 32,
+            "index_head_dim": 32,
+            "index_topk": 8,
+            "indexer_types": index_share(layers, freq=4, offset=3),
+            "n_routed_experts": 16,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 3,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 32,
+            "max_position_embeddings": 4096,
+            "eos_token_ids": (1, 2, 3),
+            "pad_token_id": 1,
+        }
         return cls(**(base | changes))
 
 

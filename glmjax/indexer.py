@@ -1,7 +1,7 @@
 """The lightning indexer: scores every cached key and picks the top-k positions each query attends to.
 
-The context streams by in chunks of ``CONTEXT_CHUNK`` keys and queries are handled in tiles, so memory does not grow with
-the context and work follows the longest request of the batch, not the width of its block table.
+The context streams by in chunks of ``CONTEXT_CHUNK`` keys and queries are handled in tiles, so memory does not grow
+with the context and work follows the longest request of the batch, not the width of its block table.
 """
 
 import jax

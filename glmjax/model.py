@@ -1,8 +1,8 @@
 """The model: embeddings, index groups in scans over stacked parameters, final norm and head.
 
-An index group is a leader, which runs the indexer, and the followers that reuse its top-k.  Consecutive groups of the same
-make-up (their layers' MLPs, dense or experts) form a run, and a run of several groups is one ``lax.scan``; GLM-5.3 has three
-runs: {0} {1}, {2..5}, and {6..9} .. {74..77}.
+An index group is a leader, which runs the indexer, and the followers that reuse its top-k. Consecutive groups of
+the same make-up (their layers' MLPs, dense or experts) form a run, and a run of several groups is one ``lax.scan``;
+GLM-5.3 has three runs: {0} {1}, {2..5}, and {6..9} .. {74..77}.
 """
 
 import dataclasses

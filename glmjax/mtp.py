@@ -1,7 +1,7 @@
 """The multi-token-prediction layer: one decoder layer that drafts the token after next (spec/model.md 2.7).
 
-Its KV and index keys are the last entries of the cache's stacks.  Row i takes the trunk's final hidden state of position i
-and the embedding of token i + 1, and predicts token i + 2.
+Its KV and index keys are the last entries of the cache's stacks. Row i takes the trunk's final hidden state of
+position i and the embedding of token i + 1, and predicts token i + 2.
 """
 
 import jax

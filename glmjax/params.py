@@ -1,8 +1,8 @@
 """The parameter tree: one stacked array per kind of weight, whatever the depth of the model.
 
-Every weight of a kind is stacked over the layers that have it, so that a compiled step takes a few dozen arguments and a
-``lax.scan`` over layers indexes the stacks.  The MTP layer, if loaded, is the last entry of the attention, indexer and
-mixture-of-experts stacks.
+Every weight of a kind is stacked over the layers that have it, so that a compiled step takes a few dozen arguments
+and a ``lax.scan`` over layers indexes the stacks. The MTP layer, if loaded, is the last entry of the attention,
+indexer and mixture-of-experts stacks.
 
 Letters: L layers, N indexers, M mixture-of-experts layers, D model width, H heads, E experts, F expert width.
 A linear weight is stored [..., out, in], as in the checkpoint.

@@ -1,7 +1,7 @@
 """Compiled step programs: (params, cache, inputs) -> (cache, outputs), one per shape, built once before serving.
 
-A step's host inputs travel as ONE int32 array and its outputs come back as one, since a copy's fixed cost is what matters
-at decode.  The cache is donated: the pool is updated in place, never copied.
+A step's host inputs travel as ONE int32 array and its outputs come back as one, since a copy's fixed cost is what
+matters at decode. The cache is donated: the pool is updated in place, never copied.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Experts' SwiGLU over tokens grouped by expert: every expert multiplies just the tokens that chose it.
 
-The jnp form sorts the (token, choice) pairs by expert, cuts each expert's group into tiles of a fixed number of rows and
-loops over the tiles in use, so the work follows the routing and no token is ever dropped.
+The jnp form sorts the (token, choice) pairs by expert, cuts each expert's group into tiles of a fixed number of
+rows and loops over the tiles in use, so the work follows the routing and no token is ever dropped.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Exact, deterministic top-k of index scores: ties go to the lowest position, missing entries are -1.
 
-The jnp form keeps a running selection while the context streams by in chunks, so that no [tokens, context] array is ever
-held.  ``jax.lax.top_k`` is stable: equal scores come lowest index first, and the running selection (earlier positions)
-stands before the new chunk, so the lowest position wins (spec/jax.md section 2).
+The jnp form keeps a running selection while the context streams by in chunks, so that no [tokens, context] array is
+ever held. ``jax.lax.top_k`` is stable: equal scores come lowest index first, and the running selection (earlier
+positions) stands before the new chunk, so the lowest position wins (spec/jax.md section 2).
 """
 
 import jax

@@ -1,0 +1,350 @@
+"""The Python front doors: ``LLM`` for offline work and ``serve`` for the OpenAI-compatible server."""
+
+import json
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import glmjax
+from glmjax.cache import abstract_cache
+from glmjax.checkpoint import load_checkpoint
+from glmjax.config import GLMConfig
+from glmjax.demo import build_demo
+from glmjax.errors import ConfigError, RequestError
+from glmjax.options import EngineOptions, engine_options
+from glmjax.params import num_bytes
+from glmjax.programs import Programs, step_shapes
+from glmjax.serving.chat import ChatTemplate
+from glmjax.serving.clock import Clock
+from glmjax.serving.engine import Engine
+from glmjax.serving.http import HttpOptions, build_app
+from glmjax.serving.runner import ProgramRunner
+from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.server import Server
+from glmjax.serving.tokenizer import Tokenizer
+from glmjax.types import RequestOutput, SamplingParams
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+GIB = 1 << 30
+CPU_CACHE_GIB = 2.0  # KV pool on a CPU unless told otherwise, and at most a quarter of the memory
+
+
+class LLM:
+    """A loaded model for offline use.
+
+    Args:
+      model: path of a checkpoint (Hugging Face or Orbax folder), or ``"demo"``.
+      options: see ``EngineOptions``; for example ``dtype="float32"``, ``max_model_len=8192``.
+
+    Raises:
+      ConfigError: an option is unknown or cannot work with this model.
+      CheckpointError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, model: str | Path, **options: Any):
+        settings = engine_options(**options)
+        self.model_path = find_model(model)
+        self.config, params = load_checkpoint(self.model_path, dtype=settings.dtype, mtp=False)
+        self.tokenizer = Tokenizer.from_dir(self.model_path) if (self.model_path / "tokenizer.json").exists() else None
+        self.sampling_defaults, eos_ids = _generation_config(self.model_path, self.config)
+        self._engine = build_engine(self.config, params, self.tokenizer, settings, eos_ids)
+        self._template: ChatTemplate | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes prompts and returns one output per prompt, in order.
+
+        Args:
+          prompts: text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, token ids, or a list of any of these.
+          sampling_params: one for all or one per prompt; None takes the checkpoint's own defaults.
+          use_tqdm: show progress if standard error is a terminal.
+
+        Raises:
+          RequestError: a prompt cannot be served; nothing is generated then.
+        """
+        many = _prompt_list(prompts)
+        each = self._sampling(sampling_params, len(many))
+        requests = [(*self._tokens(p), s) for p, s in zip(many, each, strict=True)]
+        batch = uuid.uuid4().hex[:8]
+        handles = []
+        try:
+            for i, (ids, text, sampling) in enumerate(requests):
+                handles.append(self._engine.submit(ids, sampling, f"{batch}-{i}", prompt=text))
+        except RequestError:
+            for handle in handles:
+                self._engine.abort(handle.request_id)
+            while self._engine.has_work:
+                self._engine.step()
+            raise
+        with _progress("Generating", show=use_tqdm) as progress:
+            task = progress.add_task("Generating", total=len(handles))
+            while self._engine.has_work:
+                self._engine.step()
+                progress.update(task, completed=sum(h.finished for h in handles))
+        return [handle.result(timeout=0) for handle in handles]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them; see ``generate``.  The text holds the reasoning and its tags."""
+        if not messages:
+            raise RequestError("messages is empty", "messages")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        if self._template is None:
+            self._template = ChatTemplate(self._need_tokenizer().chat_template, Clock())
+        prompts = [
+            self._template.render(
+                conversation,  # type: ignore[arg-type]
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **dict(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges: "compilations", "free_blocks", "total_blocks", "num_running", ..."""
+        return self._engine.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached KV."""
+        self._engine.reset_prefix_cache()
+        self._engine.step()
+
+    def close(self) -> None:
+        """Frees the KV pool.  The object cannot be used after."""
+        self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{self.model_path} has no tokenizer.json: give prompt_token_ids", "prompt")
+        return self.tokenizer
+
+    def _tokens(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt["prompt_token_ids"], prompt.get("prompt")
+            if "prompt" not in prompt:
+                raise RequestError('a prompt mapping needs "prompt" or "prompt_token_ids"', "prompt")
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            return self._need_tokenizer().encode(prompt), prompt
+        return prompt, None  # type: ignore[return-value]
+
+    def _sampling(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            given = SamplingParams(**self.sampling_defaults)
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise RequestError(f"{len(given)} sampling_params for {count} prompts", "sampling_params")
+        return given
+
+
+def serve(
+    model: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    block: bool = True,
+    served_model_name: str | Sequence[str] | None = None,
+    api_key: str | Sequence[str] | None = None,
+    max_num_queued_requests: int | None = None,
+    **options: Any,
+) -> Server:
+    """Serves a model with OpenAI's HTTP API.
+
+    Args:
+      model, options: as for ``LLM``.
+      port: 0 takes a free one; the handle's ``url`` says which.
+      block: wait until interrupted; else return a handle with ``url`` and ``close()``.
+      served_model_name: what clients call the model; the path by default.
+      api_key: if given, clients must send one of them as a Bearer token.
+      max_num_queued_requests: more waiting requests get a 503.
+    """
+    llm = LLM(model, **options)
+    if llm.tokenizer is None:
+        llm.close()
+        raise ConfigError(f"{llm.model_path} has no tokenizer.json, which the server needs")
+    names = [served_model_name] if isinstance(served_model_name, str) else served_model_name or [str(model)]
+    keys = [api_key] if isinstance(api_key, str) else api_key or ()
+    http = HttpOptions(
+        model_names=names,
+        version=glmjax.__version__,
+        api_keys=keys,
+        max_num_queued_requests=max_num_queued_requests,
+        sampling_defaults=llm.sampling_defaults,
+    )
+    llm.engine.start()
+    try:
+        server = Server(build_app(llm.engine, llm.tokenizer, http), host, port, on_close=llm.close)
+    except BaseException:
+        llm.close()
+        raise
+    if block:
+        announce(server, names[0])
+        server.wait()
+    return server
+
+
+def announce(server: Server, name: str) -> None:
+    """Says on standard output where the server is, and a command that tries it."""
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
+    curl = f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    sys.stdout.write(f"Serving {name} on {server.url}\nTry it:\n  {curl}\n")
+    sys.stdout.flush()
+
+
+def find_model(model: str | Path) -> Path:
+    """The folder of a model: a path, or ``"demo"``, which is built once in the user's cache folder."""
+    if str(model) != "demo":
+        return Path(model)
+    root = Path(os.environ.get("GLMJAX_CACHE") or Path.home() / ".cache" / "glmjax")
+    path = root / "demo"
+    if not (path / "config.json").exists():
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            path = Path(tempfile.mkdtemp(prefix="glmjax-")) / "demo"
+        build_demo(path)
+    return path
+
+
+def build_engine(
+    config: GLMConfig, params: Any, tokenizer: Tokenizer | None, options: EngineOptions, eos_ids: Sequence[int]
+) -> Engine:
+    """Compiles the programs for these options and joins them with a scheduler."""
+    max_model_len = options.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than the model's {config.max_position_embeddings} positions"
+        )
+    num_blocks = pool_blocks(config, options, max_model_len)
+    room = num_blocks * options.block_size
+    if options.max_model_len is None:
+        max_model_len = min(max_model_len, room)
+    elif room < max_model_len:
+        raise ConfigError(
+            f"the KV pool holds {room} tokens ({num_blocks} blocks of {options.block_size}), less than "
+            f"max_model_len={max_model_len}: raise num_device_blocks or kv_cache_gib, or lower max_model_len"
+        )
+    max_chunk = min(options.max_num_batched_tokens, max_model_len)
+    shapes = step_shapes(options.max_num_seqs, max_chunk)
+    with _progress("Compiling") as progress:
+        task = progress.add_task("Compiling", total=len(shapes))
+        programs = Programs(
+            config,
+            params,
+            num_blocks=num_blocks,
+            block_size=options.block_size,
+            table_width=-(-max_model_len // options.block_size),
+            cache_dtype=options.cache_dtype,
+            shapes=shapes,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            block_size=options.block_size,
+            num_blocks=num_blocks,
+            enable_prefix_caching=options.enable_prefix_caching,
+            policy=options.policy,
+        ),
+        eos_ids,
+    )
+    raw = tokenizer.raw if tokenizer else None
+    runner = ProgramRunner(programs)
+    return Engine(scheduler, runner, raw, Clock(), vocab_size=config.vocab_size, seed=options.seed)
+
+
+def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -> int:
+    """Blocks of the KV pool: as told, or what the memory holds, but no more than the sequences can use."""
+    if options.num_device_blocks is not None:
+        return options.num_device_blocks
+    one = num_bytes(abstract_cache(config, options.block_size, options.cache_dtype))
+    budget = options.kv_cache_gib * GIB if options.kv_cache_gib else _free_bytes()
+    most = options.max_num_seqs * -(-max_model_len // options.block_size)
+    return max(1, min(most, int(budget // one)))
+
+
+def _free_bytes() -> float:
+    device = jax.local_devices()[0]
+    memory = device.memory_stats() if device.platform != "cpu" else None
+    if memory:
+        return 0.9 * memory["bytes_limit"] - memory["bytes_in_use"]
+    return min(CPU_CACHE_GIB * GIB, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4)
+
+
+def _generation_config(path: Path, config: GLMConfig) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Sampling defaults and end-of-sequence ids: ``generation_config.json`` adds to ``config.json``."""
+    file = path / "generation_config.json"
+    try:
+        raw = json.loads(file.read_text()) if file.exists() else {}
+    except ValueError as e:
+        raise ConfigError(f"{file} is not valid JSON: {e}") from None
+    eos = raw.get("eos_token_id") or []
+    eos = [eos] if isinstance(eos, int) else eos
+    names = ("temperature", "top_p", "top_k", "min_p")
+    defaults = {k: raw[k] for k in names if raw.get(k) is not None}
+    return defaults, tuple(dict.fromkeys((*config.eos_token_ids, *eos)))
+
+
+def _prompt_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]
+    return prompts
+
+
+def _progress(title: str, show: bool = True) -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not (show and console.is_terminal))
+
+
+def enable_compilation_cache() -> None:
+    """Keeps compiled programs on disk, so that the next start is quick."""
+    root = Path(os.environ.get("GLMJAX_CACHE") or Path.home() / ".cache" / "glmjax")
+    jax.config.update("jax_compilation_cache_dir", str(root / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

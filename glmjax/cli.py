@@ -1,0 +1,194 @@
+"""The ``glmjax`` command.  Bad input is one line on standard error and exit code 2."""
+
+import enum
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from glmjax import __version__
+from glmjax.errors import GlmjaxError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="GLM-5.3 in JAX: serve, generate, convert.")
+
+
+class Dtype(enum.StrEnum):
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class CacheDtype(enum.StrEnum):
+    auto = "auto"
+    fp8_ds_mla = "fp8_ds_mla"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class Policy(enum.StrEnum):
+    fcfs = "fcfs"
+    priority = "priority"
+
+
+class Format(enum.StrEnum):
+    orbax = "orbax"
+    hf = "hf"
+
+
+Model = Annotated[str, typer.Argument(help="Path of a checkpoint, or 'demo'.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of activations and unquantised weights.")]
+CacheOption = Annotated[CacheDtype, typer.Option("--kv-cache-dtype", help="Format of the KV cache.")]
+Length = Annotated[int | None, typer.Option("--max-model-len", help="Prompt and output at most, in tokens.")]
+Sequences = Annotated[int, typer.Option("--max-num-seqs", help="Sequences that run at once.")]
+Batched = Annotated[int, typer.Option("--max-num-batched-tokens", help="Tokens of a step at most.")]
+BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens of a KV block.")]
+Blocks = Annotated[int | None, typer.Option("--num-device-blocks", help="Size of the KV pool in blocks.")]
+Gib = Annotated[float | None, typer.Option("--kv-cache-gib", help="Memory for the KV pool, in GiB.")]
+Caching = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse KV of equal prefixes.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of requests that bring none.")]
+
+
+@app.command()
+def serve(
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Clients must send it as a Bearer token.")] = None,
+    max_num_queued_requests: Annotated[int | None, typer.Option(help="More waiting requests get a 503.")] = None,
+    dtype: DtypeOption = Dtype.bfloat16,
+    kv_cache_dtype: CacheOption = CacheDtype.auto,
+    max_model_len: Length = None,
+    max_num_seqs: Sequences = 16,
+    max_num_batched_tokens: Batched = 512,
+    block_size: BlockSize = 64,
+    num_device_blocks: Blocks = None,
+    kv_cache_gib: Gib = None,
+    prefix_caching: Caching = True,
+    policy: Annotated[Policy, typer.Option(help="Order of waiting requests.")] = Policy.fcfs,
+    seed: Seed = 0,
+) -> None:
+    """Serve a model with OpenAI's HTTP API."""
+    from glmjax import api
+
+    api.enable_compilation_cache()
+    api.serve(
+        model,
+        host,
+        port,
+        served_model_name=served_model_name,
+        api_key=api_key,
+        max_num_queued_requests=max_num_queued_requests,
+        dtype=dtype.value,
+        kv_cache_dtype=kv_cache_dtype.value,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_device_blocks=num_device_blocks,
+        kv_cache_gib=kv_cache_gib,
+        enable_prefix_caching=prefix_caching,
+        policy=policy.value,
+        seed=seed,
+    )
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Prompt; may be given several times.")],
+    max_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 32,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Treat each prompt as a user message.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dtype: DtypeOption = Dtype.bfloat16,
+    kv_cache_dtype: CacheOption = CacheDtype.auto,
+    max_model_len: Length = None,
+    max_num_seqs: Sequences = 4,
+    max_num_batched_tokens: Batched = 128,
+    seed: Seed = 0,
+) -> None:
+    """Complete prompts and print the result."""
+    from glmjax import api
+    from glmjax.types import SamplingParams
+
+    api.enable_compilation_cache()
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, skip_special_tokens=not chat
+    )
+    options: dict[str, Any] = {
+        "dtype": dtype.value,
+        "kv_cache_dtype": kv_cache_dtype.value,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "seed": seed,
+    }
+    with api.LLM(model, **options) as llm:
+        if chat:
+            outputs = llm.chat([[{"role": "user", "content": p}] for p in prompt], sampling)
+        else:
+            outputs = llm.generate(prompt, sampling)
+    if as_json:
+        rows = [
+            {
+                "prompt": text,
+                "text": out.outputs[0].text,
+                "token_ids": out.outputs[0].token_ids,
+                "finish_reason": out.outputs[0].finish_reason,
+                "num_cached_tokens": out.num_cached_tokens,
+            }
+            for text, out in zip(prompt, outputs, strict=True)
+        ]
+        typer.echo(json.dumps(rows, ensure_ascii=False, indent=1))
+        return
+    for text, out in zip(prompt, outputs, strict=True):
+        typer.echo(f"{text}{'' if not chat else chr(10)}{out.outputs[0].text}")
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Checkpoint to read: Hugging Face or Orbax folder.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,
+    dtype: Annotated[Dtype | None, typer.Option(help="Convert weights; by default they stay as they are.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing folder.")] = False,
+) -> None:
+    """Convert a checkpoint between Hugging Face's format and Orbax, which loads faster."""
+    from glmjax.checkpoint import convert as run
+
+    run(source, target, to=to.value, dtype=dtype.value if dtype else None, overwrite=overwrite)
+    typer.echo(f"Wrote {target}")
+
+
+@app.command()
+def demo(target: Annotated[Path, typer.Argument(help="Folder to write.")], seed: int = 0) -> None:
+    """Write the demo checkpoint: small, random, deterministic."""
+    from glmjax.demo import build_demo
+
+    build_demo(target, seed=seed)
+    typer.echo(f"Wrote {target}")
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None: ...
+
+
+def main() -> None:
+    """Entry point: one line and exit code 2 for what the user can mend."""
+    try:
+        app()
+    except GlmjaxError as error:
+        sys.stderr.write(f"glmjax: {error}\n")
+        raise SystemExit(2) from None

@@ -1,0 +1,95 @@
+"""How to run a model: the options that ``LLM``, ``serve`` and the command line share, checked once."""
+
+import dataclasses
+from typing import Any, Literal
+
+from glmjax.errors import ConfigError
+
+Dtype = Literal["bfloat16", "float32"]
+CacheDtypeOption = Literal["auto", "fp8_ds_mla", "bfloat16", "float32"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options of one engine, under vLLM's names where it has them.
+
+    Attributes:
+      dtype: of activations and of unquantised weights.
+      kv_cache_dtype: "auto" is float32 for float32 activations, else fp8_ds_mla.
+      max_model_len: prompt and output of a request at most; None: what the model was trained for.
+      max_num_seqs: sequences that run at once.
+      max_num_batched_tokens: tokens of a step at most, prompts' chunks included.
+      block_size: tokens of a KV block.
+      num_device_blocks: size of the KV pool; None: what ``kv_cache_gib`` holds.
+      kv_cache_gib: memory for the KV pool; None: chosen from the device's.
+      enable_prefix_caching: reuse the KV of equal prefixes.
+      policy: "fcfs" or "priority".
+      seed: of requests that bring none.
+    """
+
+    dtype: Dtype = "bfloat16"
+    kv_cache_dtype: CacheDtypeOption = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    block_size: int = 64
+    num_device_blocks: int | None = None
+    kv_cache_gib: float | None = None
+    enable_prefix_caching: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("bfloat16", "float32"))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8_ds_mla", "bfloat16", "float32"))
+        _one_of("policy", self.policy, ("fcfs", "priority"))
+        for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks", "max_model_len"):
+            _whole(field, getattr(self, field), least=2 if field == "max_model_len" else 1)
+        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
+            raise ConfigError(f"kv_cache_gib must be positive, got {self.kv_cache_gib!r}")
+
+    @property
+    def cache_dtype(self) -> Literal["fp8_ds_mla", "bfloat16", "float32"]:
+        if self.kv_cache_dtype != "auto":
+            return self.kv_cache_dtype
+        return "float32" if self.dtype == "float32" else "fp8_ds_mla"
+
+
+# Arguments that the interface reserves: the value that means "off", and what they will do.
+RESERVED: dict[str, tuple[Any, str]] = {
+    "layout": (None, "sharding over several devices"),
+    "prefill": (None, "prefill/decode disaggregation"),
+    "decode": (None, "prefill/decode disaggregation"),
+    "num_speculative_tokens": (0, "speculative decoding in the engine"),
+    "hisparse_host_gib": (None, "KV rows in host memory"),
+    "hisparse_buffer": (None, "KV rows in host memory"),
+}
+
+
+def engine_options(**arguments: Any) -> EngineOptions:
+    """Checks keyword arguments of ``LLM`` and ``serve``.
+
+    Raises:
+      ConfigError: an argument is unknown, out of range, or asks for something this version cannot do.
+    """
+    known = {f.name for f in dataclasses.fields(EngineOptions)}
+    for name, value in arguments.items():
+        if name in RESERVED:
+            off, what = RESERVED[name]
+            if value not in (off, None):
+                raise ConfigError(f"{name}={value!r}: {what} is not available in this version; leave it at {off!r}")
+        elif name not in known:
+            raise ConfigError(f"unknown option {name!r}; known ones are {', '.join(sorted(known))}")
+    return EngineOptions(**{k: v for k, v in arguments.items() if k in known})
+
+
+def _one_of(field: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{field} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _whole(field: str, value: Any, least: int) -> None:
+    if value is None and field in ("num_device_blocks", "max_model_len"):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{field} must be a whole number of at least {least}, got {value!r}")
