@@ -22,8 +22,9 @@ _OF_VALUE = {
     list: "array",
     dict: "object",
 }
-_INTEGER = re.compile(r"[+-]?\d{1,4000}")
-_MAX_NESTING = 16  # of references and unions in a schema
+_INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_MAX_NESTING = 64  # of unions in a schema
 _FAILED = object()
 
 
@@ -33,7 +34,7 @@ def types_of(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     declared = properties.get(key) if isinstance(properties, Mapping) else None
     if declared is None:
         declared = schema.get("additionalProperties")
-    return frozenset(_collect(declared, schema, 0)) or STRING
+    return frozenset(_collect(declared, schema, set(), 0)) or STRING
 
 
 def coerce(text: str, types: frozenset[str]) -> Any:
@@ -51,11 +52,15 @@ def escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _collect(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
+def _collect(schema: Any, root: Mapping[str, Any], followed: set[str], depth: int) -> set[str]:
     if not isinstance(schema, Mapping) or depth > _MAX_NESTING:
         return set()
-    if isinstance(schema.get("$ref"), str):
-        return _collect(_follow(schema["$ref"], root), root, depth + 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str):
+        if reference in followed:
+            return set()
+        followed.add(reference)
+        return _collect(_follow(reference, root), root, followed, depth + 1)
     declared = schema.get("type")
     names = declared if isinstance(declared, list) else [declared]
     found = {name for name in names if isinstance(name, str) and name in _TYPES}
@@ -70,7 +75,7 @@ def _collect(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     for union in ("anyOf", "oneOf", "allOf"):
         branches = schema.get(union)
         for branch in branches if isinstance(branches, list) else ():
-            found |= _collect(branch, root, depth + 1)
+            found |= _collect(branch, root, followed, depth + 1)
     if not found - {"null"}:
         if "properties" in schema:
             found.add("object")
@@ -101,10 +106,7 @@ def _integer(text: str) -> Any:
 def _number(text: str) -> Any:
     if _INTEGER.fullmatch(text):
         return int(text)
-    try:
-        value = float(text)
-    except ValueError:
-        return _FAILED
+    value = float(text) if _NUMBER.fullmatch(text) else math.inf
     return value if math.isfinite(value) else _FAILED
 
 

@@ -7,6 +7,7 @@ so that a fault is answered with the name of the field and not with a template's
 
 import datetime
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ import jinja2.ext
 import jinja2.sandbox
 
 from glmjax.errors import CheckpointError, RequestError
-from glmjax.serving import clock
+from glmjax.serving.clock import Clock
+
+log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -32,16 +35,18 @@ class ChatTemplate:
 
     Args:
       source: Jinja text; None takes the GLM-5.3 template of this package.
+      clock: answers a template that asks for the date.
     """
 
-    def __init__(self, source: str | None = None) -> None:
+    def __init__(self, source: str | None = None, clock: Clock | None = None) -> None:
+        self._clock = clock or Clock()
         self.source = source if source is not None else _GLM_TEMPLATE.read_text(encoding="utf-8")
         env = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
         )
         env.filters["tojson"] = _to_json
         env.globals["raise_exception"] = _raise
-        env.globals["strftime_now"] = _strftime_now
+        env.globals["strftime_now"] = self._strftime_now
         try:
             self._template = env.from_string(self.source)
         except jinja2.TemplateError as error:
@@ -70,24 +75,25 @@ class ChatTemplate:
                 "add_generation_prompt and continue_final_message cannot both be true",
                 "continue_final_message",
             )
+        if variables.get("enable_thinking") is False and "enable_thinking" not in self.source:
+            log.warning("enable_thinking=False has no effect: this model always thinks")
         checked = check_messages(messages)
         given = {name: value for name, value in variables.items() if value is not None}
         given |= {
             "messages": checked,
             "tools": check_tools(tools) or None,
             "add_generation_prompt": (
-                not continue_final_message
-                if add_generation_prompt is None
-                else add_generation_prompt
+                not continue_final_message if add_generation_prompt is None else add_generation_prompt
             ),
         }
         try:
             text = self._template.render(given)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RequestError(
-                f"the chat template cannot render these messages: {error}", "messages"
-            ) from None
+        except Exception as error:  # a foreign template meets a client's data
+            raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from None
         return _leave_open(text, checked[-1]) if continue_final_message else text
+
+    def _strftime_now(self, form: str) -> str:
+        return datetime.datetime.fromtimestamp(self._clock.time()).strftime(form)
 
 
 def opens_reasoning(prompt: str) -> bool:
@@ -117,9 +123,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any
             raise RequestError(f"{at}.function must be an object", f"{at}.function")
         name = function.get("name")
         if not isinstance(name, str) or not name.strip():
-            raise RequestError(
-                f"{at}.function.name must be a non-empty string", f"{at}.function.name"
-            )
+            raise RequestError(f"{at}.function.name must be a non-empty string", f"{at}.function.name")
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise RequestError(
@@ -135,9 +139,7 @@ def _check_message(message: Mapping[str, Any], at: str) -> Message:
         raise RequestError(f"{at} must be an object", at)
     role = message.get("role")
     if role not in ROLES:
-        raise RequestError(
-            f"{at}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{at}.role"
-        )
+        raise RequestError(f"{at}.role must be one of {', '.join(ROLES)}, got {role!r}", f"{at}.role")
     checked = dict(message)
     checked["role"] = "system" if role == "developer" else role
     checked["content"] = _check_content(message.get("content"), f"{at}.content", role)
@@ -146,15 +148,11 @@ def _check_message(message: Mapping[str, Any], at: str) -> Message:
             checked["reasoning_content"] = message["reasoning"]
         thought = checked.get("reasoning_content")
         if thought is not None and not isinstance(thought, str):
-            raise RequestError(
-                f"{at}.reasoning_content must be a string", f"{at}.reasoning_content"
-            )
+            raise RequestError(f"{at}.reasoning_content must be a string", f"{at}.reasoning_content")
         calls = message.get("tool_calls")
         if calls is not None and not isinstance(calls, list):
             raise RequestError(f"{at}.tool_calls must be a list", f"{at}.tool_calls")
-        checked["tool_calls"] = [
-            _check_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls or ())
-        ]
+        checked["tool_calls"] = [_check_call(call, f"{at}.tool_calls[{i}]") for i, call in enumerate(calls or ())]
         if not checked["tool_calls"]:
             del checked["tool_calls"]
     return checked
@@ -201,9 +199,7 @@ def _check_call(call: Any, at: str) -> Message:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):
-        raise RequestError(
-            f"{at}.function.arguments must be a JSON object", f"{at}.function.arguments"
-        )
+        raise RequestError(f"{at}.function.arguments must be a JSON object", f"{at}.function.arguments")
     return {**call, "function": {**function, "arguments": dict(arguments)}}
 
 
@@ -222,9 +218,7 @@ def _leave_open(text: str, last: Message) -> str:
         start = text.rfind(words)
         if words and start >= 0:
             return text[: start + len(words)]
-    raise RequestError(
-        "continue_final_message needs text in the last message", "continue_final_message"
-    )
+    raise RequestError("continue_final_message needs text in the last message", "continue_final_message")
 
 
 def _to_json(
@@ -234,14 +228,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.fromtimestamp(clock.time()).strftime(form)

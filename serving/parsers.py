@@ -50,7 +50,13 @@ class MessageDelta:
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
 
-    def _add_call(self, delta: CallDelta) -> None:
+    def extend(self, later: "MessageDelta") -> None:
+        self.reasoning += later.reasoning
+        self.content += later.content
+        for call in later.calls:
+            self.add_call(call)
+
+    def add_call(self, delta: CallDelta) -> None:
         if self.calls and self.calls[-1].index == delta.index:
             last = self.calls[-1]
             joined = last.arguments + delta.arguments
@@ -129,10 +135,10 @@ class Parser:
         self._schemas = {f["name"]: f.get("parameters") or {} for f in functions}
         self._new_id = new_id
         outside = (THINK, THINK_END, CALL) if self._schemas else (THINK, THINK_END)
-        dropped = tuple(t for t in drop if t not in outside and not (self._schemas and t in TAGS))
-        self._drop = frozenset(dropped)
-        inside = {state: _Tags(tags + dropped) for state, tags in _CALL_TAGS.items()}
-        shared = _Tags(outside + dropped)
+        dropped = tuple(drop)
+        shared = _Tags(outside, dropped)
+        values = tuple(token for token in dropped if token not in TAGS)
+        inside = {state: _Tags(tags, values) for state, tags in _CALL_TAGS.items()}
         self._tags = {_State.REASONING: shared, _State.CONTENT: shared, **inside}
         self._state = _State.REASONING if reasoning else _State.CONTENT
         self._buffer = ""
@@ -172,18 +178,20 @@ class Parser:
         return out
 
     def finish_reason(self, reason: str) -> str:
-        """``tool_calls`` if there are whole calls, else the engine's own reason."""
-        return "tool_calls" if self.num_calls and not self.in_call else reason
+        """``tool_calls`` if there are calls and none is cut short, else the engine's own reason."""
+        called = self.num_calls and not self.in_call and reason in ("stop", "length")
+        return "tool_calls" if called else reason
 
     def _scan(self, final: bool) -> MessageDelta:
         out = MessageDelta()
         while True:
-            text, tag, self._buffer = self._tags[self._state].cut(self._buffer, final)
+            tags = self._tags[self._state]
+            text, tag, self._buffer = tags.cut(self._buffer, final)
             if text:
                 self._text(text, out)
             if tag is None:
                 return out
-            if tag not in self._drop:
+            if tag in tags.grammar:
                 self._tag(tag, out)
 
     def _text(self, text: str, out: MessageDelta) -> None:
@@ -234,7 +242,7 @@ class Parser:
             return
         self._name, self._keys = name, set()
         self._run_open, self._space = False, ""
-        out._add_call(CallDelta(self.num_calls, self._new_id(), name))
+        out.add_call(CallDelta(self.num_calls, self._new_id(), name))
         self.num_calls += 1
         self._state, self._piece = _State.IN_KEY, ""
         if tag == CALL_END:
@@ -247,9 +255,7 @@ class Parser:
     def _open_value(self, out: MessageDelta) -> None:
         self._state, self._piece = _State.IN_VALUE, ""
         again = not self._key or self._key in self._keys
-        self._types = (
-            frozenset() if again else arguments.types_of(self._schemas[self._name], self._key)
-        )
+        self._types = frozenset() if again else arguments.types_of(self._schemas[self._name], self._key)
         if self._types == arguments.STRING:
             self._emit(self._lead() + '"', out)
 
@@ -267,14 +273,18 @@ class Parser:
         return f"{lead}{json.dumps(self._key, ensure_ascii=False)}: "
 
     def _emit(self, text: str, out: MessageDelta) -> None:
-        out._add_call(CallDelta(self.num_calls - 1, arguments=text))
+        out.add_call(CallDelta(self.num_calls - 1, arguments=text))
 
 
 class _Tags:
-    """A set of tags to look for: the leftmost wins, then the longest."""
+    """What to look for in one state: tags that mean something and tokens to drop.
 
-    def __init__(self, tags: Iterable[str]) -> None:
-        ordered = sorted(set(tags), key=len, reverse=True)
+    The leftmost wins, then the longest.
+    """
+
+    def __init__(self, grammar: Iterable[str], dropped: Iterable[str]) -> None:
+        self.grammar = frozenset(grammar)
+        ordered = sorted(self.grammar.union(dropped), key=len, reverse=True)
         self._pattern = re.compile("|".join(re.escape(tag) for tag in ordered))
         self._longest = len(ordered[0])
         self._starts = frozenset(tag[:end] for tag in ordered for end in range(1, len(tag)))

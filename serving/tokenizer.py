@@ -39,9 +39,7 @@ class Tokenizer:
             token.content: token_id for token_id, token in raw.get_added_tokens_decoder().items()
         }
         self.special_tokens: Mapping[str, int] = {
-            token.content: token_id
-            for token_id, token in raw.get_added_tokens_decoder().items()
-            if token.special
+            token.content: token_id for token_id, token in raw.get_added_tokens_decoder().items() if token.special
         }
         self.special_ids = frozenset(self.special_tokens.values())
 
@@ -62,11 +60,22 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         return cls(raw, config, _read_template(folder, config))
 
+    @classmethod
+    def of_bytes(cls, added: Sequence[str] = (), special: Sequence[str] = ()) -> "Tokenizer":
+        """One token per byte (id = byte), then ``added`` and ``special`` tokens: for demos and tests."""
+        letters = dict(_byte_alphabet())
+        raw = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+        raw.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        raw.decoder = tokenizers.decoders.ByteLevel()
+        raw.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in added])
+        raw.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True) for token in special])
+        return cls(raw)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised, none is added."""
         try:
             ids: list[int] = self.raw.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError:
+        except (TypeError, UnicodeEncodeError):
             raise RequestError("the text has a lone surrogate, which is not a character") from None
         return ids
 

@@ -1,0 +1,359 @@
+"""The engine: requests in, steps, outputs out.  No HTTP, no device code.
+
+One thread at a time calls ``step`` and owns scheduler and runner: the loop thread after ``start``,
+or the caller (``while engine.has_work: engine.step()``).  ``submit`` and ``abort`` may come from any
+thread; they check, then leave a command that the next step carries out in order.
+
+Invariants:
+- A submitted request gets exactly one last delta per completion, whatever happens: stop, length,
+  abort, failure of the runner, or close.  Then it holds nothing.
+- After a failure nothing is left in scheduler and pool, and the engine takes no more requests.
+"""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import logging
+import operator
+import random
+import threading
+from collections.abc import Callable, Sequence
+
+from tokenizers import Tokenizer
+
+from glmjax.errors import RequestError
+from glmjax.serving.clock import Clock
+from glmjax.serving.detokenize import TextStream, special_ids
+from glmjax.serving.handle import EngineError, OnOutput, RequestHandle
+from glmjax.serving.plan import Plan, Runner
+from glmjax.serving.request import Request
+from glmjax.serving.scheduler import Scheduler, Update
+from glmjax.types import SamplingParams
+
+log = logging.getLogger(__name__)
+
+_COUNTERS = ("prompt_tokens", "cached_tokens", "generation_tokens")
+_FINISHED = ("finished_stop", "finished_length", "finished_abort", "finished_error")
+
+
+class Engine:
+    """Steps a scheduler and a runner, and turns their tokens into what users get.
+
+    Attributes:
+      vocab_size: ids that the model knows are below this.
+      max_banned_ids: end and stop tokens of a request with ``min_tokens``, at most; the runner's limit.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        clock: Clock,
+        *,
+        vocab_size: int,
+        max_banned_ids: int = 64,
+        seed: int = 0,
+    ):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.vocab_size = vocab_size
+        self.max_banned_ids = max_banned_ids
+        self._special = special_ids(tokenizer) if tokenizer is not None else frozenset()
+        self._counters: collections.Counter[str] = collections.Counter()
+        self._live: dict[str, tuple[RequestHandle, int]] = {}  # by sequence, while in the scheduler
+
+        self._wake = threading.Condition()  # guards what follows
+        self._seeds = random.Random(seed)
+        self._serial = itertools.count()
+        self._handles: dict[str, RequestHandle] = {}
+        self._commands: collections.deque[Callable[[], object]] = collections.deque()
+        self._error: Exception | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    # The step.
+
+    def step(self) -> None:
+        """Carry out commands, then one plan.  A failure ends every request instead of raising."""
+        try:
+            self._take_commands()
+            plan = self.scheduler.schedule()
+            self._note_scheduled(plan)
+            outputs = self.runner.run(plan) if plan.chunks else {}
+            updates = self.scheduler.commit(plan, outputs)
+            self._deliver(updates)
+        except Exception as error:
+            log.exception("a step failed; the engine takes no more requests")
+            self._fail(error)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._commands) or self.scheduler.has_work
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are accepted."""
+        return self._error is None and not self._closing
+
+    def stats(self) -> dict[str, int]:
+        """Gauges and counters, the runner's included.  May be called from any thread."""
+        scheduler = self.scheduler
+        return {
+            "free_blocks": scheduler.pool.free_blocks,
+            "total_blocks": scheduler.pool.num_blocks,
+            "num_running": len(scheduler.running),
+            "num_waiting": len(scheduler.waiting),
+            "num_preemptions": scheduler.num_preemptions,
+            "prefix_cache_queries": scheduler.prefix_cache_queries,
+            "prefix_cache_hits": scheduler.prefix_cache_hits,
+            **{name: self._counters[name] for name in (*_COUNTERS, *_FINISHED)},
+            **self.runner.stats(),
+        }
+
+    # The front, for any thread.
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        on_output: OnOutput | None = None,
+    ) -> RequestHandle:
+        """Check and queue a request; RequestError at once if it cannot be served as asked.
+
+        ``on_output`` gets every delta in the stepping thread and should only pass it on.  A sequence
+        id carries a serial number, so that the runner never sees one twice.
+        """
+        arrival = self.clock.monotonic()
+        prompt_ids = self._check_prompt(prompt_token_ids)
+        max_tokens = self._check_sampling(len(prompt_ids), sampling)
+        streams = [self._text_stream(sampling) for _ in range(sampling.n)]
+        with self._wake:
+            self._refuse_if_down()
+            request_id = self._check_request_id(request_id)
+            base = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+            requests = [
+                Request(
+                    request_id=f"{request_id}#{next(self._serial)}",
+                    prompt_ids=prompt_ids,
+                    sampling=sampling,
+                    max_tokens=max_tokens,
+                    seed=_int64(base + index),
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+                for index in range(sampling.n)
+            ]
+            handle = RequestHandle(request_id, prompt, requests, streams, arrival, on_output)
+            self._handles[request_id] = handle
+            self._command(functools.partial(self._admit, handle))
+        return handle
+
+    def abort(self, request_id: str) -> bool:
+        """End a request at the next step; False if there is none of this id (any more)."""
+        with self._wake:
+            handle = self._handles.get(request_id)
+            if handle is None:
+                return False
+            self._command(functools.partial(self._abort, handle))
+        return True
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV at the next step; running requests keep theirs."""
+        with self._wake:
+            self._command(self.scheduler.pool.reset)
+
+    def start(self) -> None:
+        """Step in a thread of its own from now on."""
+        with self._wake:
+            self._refuse_if_down()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+                self._thread.start()
+
+    def close(self, drain: bool = False) -> None:
+        """Finish (``drain``) or abort what is there, stop the thread and close the runner."""
+        with self._wake:
+            if self._closing:
+                return
+            self._closing = True
+            for handle in () if drain else self._handles.values():
+                self._command(functools.partial(self._abort, handle))
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+        while self.has_work:
+            self.step()
+        self.runner.close()
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self.has_work or self._closing)
+                if not self.has_work:
+                    return
+            self.step()
+
+    def _command(self, command: Callable[[], object]) -> None:
+        self._commands.append(command)
+        self._wake.notify()
+
+    # Checks of a request.
+
+    def _refuse_if_down(self) -> None:
+        if self._error is not None:
+            raise EngineError(f"the engine has failed: {self._error}") from self._error
+        if self._closing:
+            raise EngineError("the engine is closed")
+
+    def _check_request_id(self, request_id: str | None) -> str:
+        if request_id is None:
+            return next(i for n in self._serial if (i := f"req-{n}") not in self._handles)
+        if request_id in self._handles:
+            raise RequestError(f"request_id {request_id!r} is in use", "request_id")
+        return request_id
+
+    def _check_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        try:
+            ids = [operator.index(t) for t in token_ids]
+        except TypeError:
+            raise RequestError("a prompt must be a list of token ids", "prompt") from None
+        if not ids:
+            raise RequestError("the prompt is empty", "prompt")
+        self._check_in_vocabulary((min(ids), max(ids)), "prompt")
+        context = self.scheduler.config.max_model_len
+        if len(ids) >= context:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but the context is {context} tokens and at least "
+                "one is for the output",
+                "prompt",
+            )
+        return ids
+
+    def _check_in_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
+        outside = [t for t in token_ids if not 0 <= t < self.vocab_size]
+        if outside:
+            raise RequestError(f"token id {outside[0]} is outside the vocabulary of {self.vocab_size} tokens", param)
+
+    def _check_sampling(self, num_prompt: int, sampling: SamplingParams) -> int:
+        """Check what depends on the engine; return the limit on new tokens."""
+        if sampling.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and the engine has none", "stop")
+        self._check_in_vocabulary(sampling.stop_token_ids, "stop_token_ids")
+        num_ends = len({*sampling.stop_token_ids, *self.scheduler.eos_ids})
+        if sampling.min_tokens > 0 and num_ends > self.max_banned_ids:
+            raise RequestError(
+                f"min_tokens works with at most {self.max_banned_ids} end and stop tokens, got {num_ends}",
+                "stop_token_ids",
+            )
+        context = self.scheduler.config.max_model_len
+        room = max(1, self.scheduler.max_sequence_tokens - num_prompt)
+        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+        if num_prompt + max_tokens > context:
+            raise RequestError(
+                f"the context is {context} tokens, but {num_prompt + max_tokens} were asked for: "
+                f"{num_prompt} in the prompt and max_tokens={max_tokens}",
+                "max_tokens",
+            )
+        if sampling.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens={sampling.min_tokens}, but the prompt leaves room for {max_tokens}", "min_tokens"
+            )
+        self.scheduler.check_fits(num_prompt, max_tokens)
+        return max_tokens
+
+    def _text_stream(self, sampling: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None or not sampling.detokenize:
+            return None
+        return TextStream(self.tokenizer, self._special, sampling)
+
+    # Commands and results, in the stepping thread.
+
+    def _take_commands(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+
+    def _admit(self, handle: RequestHandle) -> None:
+        for index, request in enumerate(handle.requests):
+            self._live[request.request_id] = (handle, index)
+            self.scheduler.add(request)
+
+    def _abort(self, handle: RequestHandle) -> None:
+        for index, request in enumerate(handle.requests):
+            if self._live.pop(request.request_id, None) is not None:
+                self.scheduler.abort(request.request_id)
+                self._cut_short(handle, index)
+
+    def _fail(self, error: Exception) -> None:
+        with self._wake:
+            self._error = error
+            handles = list(self._handles.values())
+            self._commands.clear()
+        self.scheduler.clear()
+        self._live.clear()
+        for handle in handles:
+            handle.error = error
+            for index, completion in enumerate(handle.output.outputs):
+                if completion.finish_reason is None:
+                    self._cut_short(handle, index)
+
+    def _note_scheduled(self, plan: Plan) -> None:
+        now = self.clock.monotonic()
+        for chunk in plan.chunks:
+            handle, index = self._live[chunk.request_id]
+            if handle.note_scheduled(index, now):
+                self._counters["prompt_tokens"] += len(handle.output.prompt_token_ids)
+                self._counters["cached_tokens"] += handle.output.num_cached_tokens
+
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        """Make text of new tokens, end what a stop string ends, and pass everything on."""
+        for update in updates:
+            sequence_id = update.request.request_id
+            handle, index = self._live[sequence_id]
+            stream = handle.streams[index]
+            text = ""
+            if stream is not None:
+                piece = stream.push(update.token_ids, update.finish_reason)
+                text = piece.text
+                if piece.stop is not None:
+                    self.scheduler.abort(sequence_id)
+                    update = dataclasses.replace(
+                        update,
+                        token_ids=update.token_ids[: piece.num_tokens],
+                        logprobs=update.logprobs[: piece.num_tokens],
+                        finish_reason="stop",
+                        stop_reason=piece.stop,
+                    )
+            if update.finish_reason is not None:
+                del self._live[sequence_id]
+            self._emit(handle, index, update, text)
+
+    def _cut_short(self, handle: RequestHandle, index: int) -> None:
+        """End a completion that gets no further token, with the text held back unless the engine failed."""
+        stream = handle.streams[index]
+        text = "" if stream is None or handle.error is not None else stream.flush()
+        self._emit(handle, index, Update(handle.requests[index], (), (), "abort"), text)
+
+    def _emit(self, handle: RequestHandle, index: int, update: Update, text: str) -> None:
+        delta = handle.add(index, update, text, self.clock.monotonic(), self.tokenizer)
+        self._counters["generation_tokens"] += len(update.token_ids)
+        if update.finish_reason is not None:
+            self._counters["finished_error" if handle.error else f"finished_{update.finish_reason}"] += 1
+        if delta.finished:
+            with self._wake:
+                del self._handles[handle.request_id]
+        if not handle.deliver(delta):
+            self.abort(handle.request_id)
+
+
+def _int64(value: int) -> int:
+    """Wrap around into the signed 64-bit range."""
+    return (value + 2**63) % 2**64 - 2**63

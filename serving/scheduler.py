@@ -1,0 +1,313 @@
+"""Decides what every step computes: one token budget, no phases.
+
+Requests stand in one order of precedence, (priority,) arrival.  Running ones are served in that
+order, then waiting ones are admitted in that order.  A running request that lacks a block takes it
+from the last running one, which loses its blocks and waits again at its old place in the order.
+
+Invariants, restated by ``check``:
+- ``running`` and ``waiting`` are sorted by precedence; only running requests hold blocks.
+- A running request holds blocks for every token it knows.
+- ``schedule`` leases blocks but advances no request; ``commit`` does, so a plan may be dropped.
+No livelock: the first running request can take blocks from all others and alone fits the pool
+(``check_fits``), so every step brings it forward.
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from glmjax.errors import ConfigError, RequestError
+from glmjax.serving.blocks import BlockPool, extend_digests
+from glmjax.serving.plan import Chunk, Plan, Sampled, TokenLogprobs
+from glmjax.serving.request import Request, Status, banned_ids, complete
+from glmjax.types import FinishReason
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of the scheduler.
+
+    Attributes:
+      max_num_seqs: running sequences at most.
+      max_num_batched_tokens: budget of a step.
+      max_model_len: prompt and output of a sequence at most.
+      block_size, num_blocks: shape of the KV pool.
+      policy: "fcfs", or "priority": lower values first, then arrival.
+      max_prefill_chunk: tokens of one request in a step at most; None: the budget.
+      num_lookahead_tokens: positions past a sampling chunk that get blocks, for drafts.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool = True
+    policy: Literal["fcfs", "priority"] = "fcfs"
+    max_prefill_chunk: int | None = None
+    num_lookahead_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks")
+        least = {**dict.fromkeys(sizes, 1), "max_model_len": 2, "num_lookahead_tokens": 0}
+        if self.max_prefill_chunk is not None:
+            least["max_prefill_chunk"] = 1
+        for field, low in least.items():
+            if getattr(self, field) < low:
+                raise ConfigError(f"{field} must be at least {low}, got {getattr(self, field)}")
+        if self.policy not in ("fcfs", "priority"):
+            raise ConfigError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What a step did for one request that sampled: new tokens, and how they end it, if they do."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class Scheduler:
+    """Owns the requests and, through the pool, their blocks.  Not thread-safe: one thread calls it."""
+
+    def __init__(self, config: SchedulerConfig, eos_ids: Collection[int] = ()):
+        self.config = config
+        self.eos_ids = frozenset(eos_ids)
+        self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.num_preemptions = 0
+        self.prefix_cache_queries = 0  # tokens looked up at first admissions
+        self.prefix_cache_hits = 0  # and those found
+        self._requests: dict[str, Request] = {}
+        self._arrivals = itertools.count()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest prompt with output that context limit and pool allow."""
+        config = self.config
+        return min(config.max_model_len, config.num_blocks * config.block_size + 1)
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        """Raise unless such a request could run alone.  Reads only the configuration."""
+        blocks = self.pool.blocks_for(num_prompt_tokens + max_tokens - 1)
+        if blocks > self.config.num_blocks:
+            raise RequestError(
+                f"a prompt of {num_prompt_tokens} tokens with max_tokens={max_tokens} needs "
+                f"{blocks} KV blocks of {self.config.block_size} tokens, and the pool has "
+                f"{self.config.num_blocks}; lower max_tokens or raise num_device_blocks",
+                "max_tokens" if num_prompt_tokens < self.max_sequence_tokens else "prompt",
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+        self.check_fits(request.num_prompt_tokens, request.max_tokens)
+        request.arrival = next(self._arrivals)
+        self._requests[request.request_id] = request
+        bisect.insort(self.waiting, request, key=self._precedence)
+
+    def abort(self, request_id: str) -> bool:
+        """Take a request out at any stage and free what it holds; False if it is not here."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._retire(request)
+        return True
+
+    def clear(self) -> None:
+        """Take every request out and forget all cached KV: the device's cache is gone."""
+        for request in list(self._requests.values()):
+            self._retire(request)
+        self.pool.reset()
+
+    def schedule(self) -> Plan:
+        """Choose the tokens of the next step and lease the blocks that they need."""
+        budget = self.config.max_num_batched_tokens
+        preemptions = self.num_preemptions
+        chunks: list[Chunk] = []
+
+        while budget > 0 and len(chunks) < len(self.running):
+            request = self.running[len(chunks)]
+            size = self._chunk_size(request, budget)
+            if not self._grow(request, request.num_computed + size):
+                break
+            chunks.append(self._chunk(request, size))
+            budget -= size
+
+        if self.num_preemptions == preemptions:
+            while budget > 0 and self.waiting and self._admit(self.waiting[0]):
+                request = self.waiting.pop(0)
+                bisect.insort(self.running, request, key=self._precedence)
+                size = self._chunk_size(request, budget)
+                chunks.append(self._chunk(request, size))
+                budget -= size
+        return Plan(tuple(chunks))
+
+    def commit(self, plan: Plan, outputs: Mapping[str, Sampled]) -> list[Update]:
+        """Enter a step's results; requests aborted meanwhile are passed over."""
+        updates = []
+        for chunk in plan.chunks:
+            request = self._requests.get(chunk.request_id)
+            if request is None or request.status is not Status.RUNNING:
+                continue
+            request.num_computed = chunk.end
+            update = self._accept(request, outputs[chunk.request_id]) if chunk.samples else None
+            self._publish(request)
+            if update is not None:
+                updates.append(update)
+                if update.finish_reason is not None:
+                    self._retire(request)
+        return updates
+
+    def check(self) -> None:
+        """Raise unless every invariant holds."""
+        self.pool.check(r.blocks for r in self.running)
+        for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
+            _require(queue == sorted(queue, key=self._precedence), "a queue is out of order")
+            _require(all(r.status is status for r in queue), "a request is in the wrong queue")
+        members = {r.request_id for r in (*self.running, *self.waiting)}
+        _require(members == set(self._requests), "a request is lost")
+        _require(len(members) == len(self.running) + len(self.waiting), "a request is in twice")
+        _require(len(self.running) <= self.config.max_num_seqs, "too many run")
+        for r in self.waiting:
+            _require(not r.blocks and r.num_computed == 0, f"{r.request_id} waits with KV")
+        for r in self.running:
+            room = len(r.blocks) * self.config.block_size
+            _require(r.num_computed < r.num_tokens, f"{r.request_id} has nothing to compute")
+            _require(r.num_computed <= room, f"{r.request_id} computed past its blocks")
+
+    def _precedence(self, request: Request) -> tuple[int, int]:
+        by_priority = self.config.policy == "priority"
+        return (request.priority if by_priority else 0, request.arrival)
+
+    def _chunk_size(self, request: Request, budget: int) -> int:
+        return min(request.remaining, budget, self.config.max_prefill_chunk or budget)
+
+    def _blocks_to_reach(self, request: Request, end: int) -> int:
+        """Blocks for positions before ``end`` and for drafts, but none that it can never use."""
+        return self.pool.blocks_for(min(end + self.config.num_lookahead_tokens, request.horizon))
+
+    def _chunk(self, request: Request, size: int) -> Chunk:
+        start, end = request.num_computed, request.num_computed + size
+        samples = end == request.num_tokens
+        return Chunk(
+            request_id=request.request_id,
+            token_ids=tuple(request.token_ids[start:end]),
+            start=start,
+            blocks=request.blocks[: self._blocks_to_reach(request, end)],
+            samples=samples,
+            sampling=request.sampling,
+            seed=request.seed,
+            banned_ids=banned_ids(request, self.eos_ids) if samples else (),
+        )
+
+    def _grow(self, request: Request, end: int) -> bool:
+        """Lease blocks up to ``end``, at the cost of the last in order; False if that was itself."""
+        need = self._blocks_to_reach(request, end) - len(request.blocks)
+        while need > self.pool.free_blocks:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if need > 0:
+            request.blocks += tuple(self.pool.allocate(need))
+        return True
+
+    def _admit(self, request: Request) -> bool:
+        """Lease blocks for all known tokens, cached ones first; False if it has to wait.
+
+        The hit leaves at least one token to compute, so that no shared block is written.  Each
+        running request keeps one spare block, or growth would soon undo the admission.
+        """
+        if len(self.running) >= self.config.max_num_seqs:
+            return False
+        hit: list[int] = []
+        if self.config.enable_prefix_caching:
+            size = self.config.block_size
+            extend_digests(request.digests, request.token_ids, size, request.cache_salt)
+            shareable = request.digests[: (request.num_tokens - 1) // size]
+            hit = self.pool.match(shareable)
+            if len(hit) < len(shareable) and self._being_computed(shareable[len(hit)], len(hit)):
+                return False
+        need = self._blocks_to_reach(request, request.num_tokens) - len(hit)
+        if need + len(self.running) > self.pool.free_blocks - self.pool.num_idle(hit):
+            return False
+        self.pool.share(hit)
+        request.blocks = (*hit, *self.pool.allocate(need))
+        request.num_published = len(hit)
+        request.num_computed = len(hit) * self.config.block_size
+        request.status = Status.RUNNING
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed
+            self.prefix_cache_queries += request.num_tokens
+            self.prefix_cache_hits += request.num_computed
+        return True
+
+    def _being_computed(self, digest: bytes, index: int) -> bool:
+        """Whether a running request is about to publish this block: then it is cheaper to wait."""
+        end = (index + 1) * self.config.block_size
+        return any(r.num_computed < end and digest in r.digests[index : index + 1] for r in self.running)
+
+    def _accept(self, request: Request, sampled: Sampled) -> Update:
+        """Append new tokens.  All but the last were drafts, so their KV is computed too.
+
+        A ban holds for the whole step, so while there is one nothing past ``min_tokens`` is taken.
+        """
+        if not 1 <= len(sampled.token_ids) <= 1 + self.config.num_lookahead_tokens:
+            raise RuntimeError(
+                f"{len(sampled.token_ids)} tokens came back for {request.request_id}, with "
+                f"num_lookahead_tokens={self.config.num_lookahead_tokens}"
+            )
+        banned = request.sampling.min_tokens - request.num_output_tokens
+        new_ids = sampled.token_ids[:banned] if banned > 0 else sampled.token_ids
+        end = complete(request, new_ids, self.eos_ids, self.config.max_model_len)
+        new_ids = new_ids[: end.num_kept]
+        request.token_ids.extend(new_ids)
+        request.num_computed = request.num_tokens - 1
+        logprobs = sampled.logprobs[: len(new_ids)]
+        return Update(request, new_ids, logprobs, end.finish_reason, end.stop_reason)
+
+    def _publish(self, request: Request) -> None:
+        size = self.config.block_size
+        done = request.num_computed // size
+        if not self.config.enable_prefix_caching or done <= request.num_published:
+            return
+        extend_digests(request.digests, request.token_ids, size, request.cache_salt)
+        new = slice(request.num_published, done)
+        self.pool.publish(request.blocks[new], request.digests[new])
+        request.num_published = done
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free(request)
+        request.status = Status.WAITING
+        bisect.insort(self.waiting, request, key=self._precedence)
+        self.num_preemptions += 1
+
+    def _retire(self, request: Request) -> None:
+        queue = self.running if request.status is Status.RUNNING else self.waiting
+        queue.remove(request)
+        self._free(request)
+        request.status = Status.FINISHED
+        del self._requests[request.request_id]
+
+    def _free(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        request.blocks = ()
+        request.num_computed = request.num_published = 0
+
+
+def _require(ok: bool, fault: str) -> None:
+    if not ok:
+        raise AssertionError(f"scheduler: {fault}")

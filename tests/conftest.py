@@ -1,0 +1,31 @@
+"""What every test runs under: the CPU, full-precision matmuls, compiled programs kept from run to run.
+
+All of it is said through environment variables and before jax is imported, so that servers which tests start as processes
+run the same way, and so that whoever starts pytest can say otherwise.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+CACHE = Path(__file__).parents[1] / ".cache" / "jax"
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+# The same examples on every run, and no time limit for one: the first compiles.
+settings.register_profile("ci", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked ``gpu`` unless JAX may use one."""
+    if not {"cuda", "gpu"} & set(os.environ["JAX_PLATFORMS"].split(",")):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="set JAX_PLATFORMS=cuda to run it on a GPU"))
