@@ -297,7 +297,7 @@ def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -
     """Blocks of the KV pool: as told, or what the memory holds, but no more than the sequences can use."""
     if options.num_device_blocks is not None:
         return options.num_device_blocks
-    one = num_bytes(abstract_cache(config, options.block_size, options.cache_dtype))
+    one = num_bytes(abstract_cache(config, 0, options.block_size, options.cache_dtype))
     budget = options.kv_cache_gib * GIB if options.kv_cache_gib else _free_bytes()
     most = options.max_num_seqs * -(-max_model_len // options.block_size)
     return max(1, min(most, int(budget // one)))

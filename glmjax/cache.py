@@ -41,12 +41,10 @@ class KVCache:
     def quantized(self) -> bool:
         return self.latent_scale is not None
 
-    @property
-    def num_slots(self) -> int:
-        return self.latent.shape[1]
 
-
-def abstract_cache(config: GLMConfig, num_slots: int, dtype: CacheDtype, *, mtp: bool = False) -> KVCache:
+def abstract_cache(
+    config: GLMConfig, num_blocks: int, block_size: int, dtype: CacheDtype, *, mtp: bool = False
+) -> KVCache:
     """Shapes and dtypes of a pool, as ``jax.ShapeDtypeStruct`` leaves.
 
     Args:
@@ -63,30 +61,42 @@ def abstract_cache(config: GLMConfig, num_slots: int, dtype: CacheDtype, *, mtp:
     wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
     narrow = codec.FP8 if fp8 else wide
 
-    def array(*shape: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
+    def pool(stack: int, *width: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((stack, (num_blocks + 1) * block_size, *width), dtype)
 
     tiles = codec.num_tiles(config.kv_lora_rank)
-    return KVCache(  # type: ignore[arg-type]
-        latent=array(layers, num_slots, config.kv_lora_rank, dtype=narrow),
-        latent_scale=array(layers, num_slots, tiles, dtype=jnp.float32) if fp8 else None,
-        rope=array(layers, num_slots, config.qk_rope_head_dim, dtype=wide),
-        index_key=array(indexers, num_slots, config.index_head_dim, dtype=narrow),
-        index_scale=array(indexers, num_slots, dtype=jnp.float32) if fp8 else None,
+    return KVCache(
+        latent=pool(layers, config.kv_lora_rank, dtype=narrow),
+        latent_scale=pool(layers, tiles, dtype=jnp.float32) if fp8 else None,
+        rope=pool(layers, config.qk_rope_head_dim, dtype=wide),
+        index_key=pool(indexers, config.index_head_dim, dtype=narrow),
+        index_scale=pool(indexers, dtype=jnp.float32) if fp8 else None,
     )
 
 
-def make_cache(config: GLMConfig, num_slots: int, dtype: CacheDtype, *, mtp: bool = False) -> KVCache:
+def make_cache(config: GLMConfig, num_blocks: int, block_size: int, dtype: CacheDtype, *, mtp: bool = False) -> KVCache:
     """An empty pool on the default device."""
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), abstract_cache(config, num_slots, dtype, mtp=mtp))
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), abstract_cache(config, num_blocks, block_size, dtype, mtp=mtp)
+    )
 
 
 def _write(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """pool[layer, slots] = rows, in place; slots of -1 are dropped."""
-    layers, size = pool.shape[:2]
-    flat = pool.reshape(layers * size, *pool.shape[2:])
-    where = jnp.where(slots >= 0, layer * size + slots, layers * size)
-    return flat.at[where].set(rows.astype(pool.dtype), mode="drop").reshape(pool.shape)
+    """pool[layer, slots] = rows, in place; slots of -1 go to the spare block.
+
+    A loop of slice updates, not a scatter: XLA's CPU scatter reads the old row to honour out-of-range indices, which makes
+    it copy the pool.
+    """
+    size = pool.shape[1]
+    slots = jnp.where(slots >= 0, slots, size - 1)
+    rows = rows.astype(pool.dtype)
+
+    def put(i: jax.Array | int, pool: jax.Array) -> jax.Array:
+        row = jax.lax.dynamic_slice_in_dim(rows, i, 1)[None]
+        start = (jnp.asarray(layer), slots[i], *([0] * (pool.ndim - 2)))
+        return jax.lax.dynamic_update_slice(pool, row, start)
+
+    return jax.lax.fori_loop(0, rows.shape[0], put, pool) if rows.shape[0] > 1 else put(0, pool)
 
 
 def _read(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Array:
@@ -127,7 +137,22 @@ def read_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array) -> tuple[
     return latent, rope
 
 
-def read_index_keys(cache: KVCache, indexer: jax.Array | int, slots: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Index keys as stored: slots [...] int32 >= 0 -> keys [..., index_dim] and their scale [...] if quantised."""
-    keys = _read(cache.index_key, indexer, slots)
-    return keys, None if cache.index_scale is None else _read(cache.index_scale, indexer, slots)
+def read_index_keys(
+    cache: KVCache, indexer: jax.Array | int, blocks: jax.Array, block_size: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Index keys as stored, block by block.
+
+    Args:
+      blocks: [R, n] int32 physical blocks.
+
+    Returns:
+      keys [R, n * block_size, index_dim], and their scales [R, n * block_size] if quantised.
+    """
+
+    def read(pool: jax.Array) -> jax.Array:
+        stack, size, *width = pool.shape
+        by_block = pool.reshape(stack * size // block_size, block_size, *width)
+        found = by_block.at[indexer * (size // block_size) + blocks].get(mode="promise_in_bounds")
+        return found.reshape(blocks.shape[0], -1, *width)
+
+    return read(cache.index_key), None if cache.index_scale is None else read(cache.index_scale)

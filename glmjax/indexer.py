@@ -1,6 +1,6 @@
 """The lightning indexer: scores every cached key and picks the top-k positions each query attends to.
 
-The context streams by in chunks of ``CONTEXT_CHUNK`` keys and queries are handled in tiles, so memory does not grow
+The context streams by in chunks of whole blocks and queries are handled in tiles, so memory does not grow
 with the context and work follows the longest request of the batch, not the width of its block table.
 """
 
@@ -17,7 +17,8 @@ from glmjax.layers import apply_rope, layer_norm, linear
 from glmjax.params import IndexerParams
 
 KEY_NORM_EPS = 1e-6  # the indexer's own, not the model's (spec/model.md 2.4)
-CONTEXT_CHUNK = 2048
+CONTEXT_CHUNK = 2048  # keys of a chunk at most
+CHUNK_KEYS = 8192  # keys of a chunk at most, over all requests
 TILE_SCORES = 1 << 21  # per-head scores held at once: 8 MiB
 
 
@@ -69,11 +70,12 @@ def _scan_context(
 ) -> jax.Array:
     """[R, Q, heads, dim] queries -> selected positions [R, Q, K]."""
     R, Q, heads, _ = query.shape
-    chunk = min(CONTEXT_CHUNK, batch.block_tables.shape[1] * batch.block_size)
-    tile = max(1, min(Q, TILE_SCORES // (R * heads * chunk)))
+    blocks = max(1, min(CONTEXT_CHUNK, CHUNK_KEYS // R) // batch.block_size)
+    blocks = min(blocks, batch.block_tables.shape[1])
+    tile = max(1, min(Q, TILE_SCORES // (R * heads * blocks * batch.block_size)))
     positions = jnp.where(batch.valid, batch.positions, -1)
     if tile >= Q:
-        return _select_tile(config, cache, indexer, query, weights, positions, batch, chunk)
+        return _select_tile(config, cache, indexer, query, weights, positions, batch, blocks)
     tiles = -(-Q // tile)
 
     def cut(x: jax.Array, value: int = 0) -> jax.Array:
@@ -82,7 +84,7 @@ def _scan_context(
         return jnp.moveaxis(x.reshape(R, tiles, tile, *x.shape[2:]), 1, 0)
 
     chosen = jax.lax.map(
-        lambda part: _select_tile(config, cache, indexer, *part, batch, chunk),
+        lambda part: _select_tile(config, cache, indexer, *part, batch, blocks),
         (cut(query), cut(weights), cut(positions, -1)),
     )  # [tiles, R, tile, K]
     return jnp.moveaxis(chosen, 0, 1).reshape(R, tiles * tile, -1)[:, :Q]
@@ -96,11 +98,14 @@ def _select_tile(
     weights: jax.Array,
     positions: jax.Array,
     batch: TokenBatch,
-    chunk: int,
+    blocks: int,
 ) -> jax.Array:
+    """One tile of queries [R, q, ...] against the whole context, ``blocks`` blocks at a time."""
     R, q = positions.shape
     k = config.index_topk
     context = jnp.max(positions) + 1
+    chunk = blocks * batch.block_size
+    tables = jnp.pad(batch.block_tables, ((0, 0), (0, -batch.block_tables.shape[1] % blocks)))
 
     def everything(_: None) -> jax.Array:
         """At most k positions are visible: all are selected, no score is needed."""
@@ -109,11 +114,10 @@ def _select_tile(
 
     def best(_: None) -> jax.Array:
         def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            first = i * chunk
-            at = jnp.broadcast_to(first + jnp.arange(chunk, dtype=jnp.int32), (R, chunk))
-            keys, scale = read_index_keys(cache, indexer, batch.slots(at))
-            scores = index_scores(query, weights, keys, scale, positions, first)
-            return merge_top_k(*carry, scores, first)
+            part = jax.lax.dynamic_slice_in_dim(tables, i * blocks, blocks, axis=1)
+            keys, scale = read_index_keys(cache, indexer, part, batch.block_size)
+            scores = index_scores(query, weights, keys, scale, positions, i * chunk)
+            return merge_top_k(*carry, scores, i * chunk)
 
         start = (jnp.full((R, q, k), -jnp.inf), jnp.full((R, q, k), -1, jnp.int32))
         return jax.lax.fori_loop(0, (context + chunk - 1) // chunk, add, start)[1]

@@ -29,11 +29,12 @@ def as_array(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     return weight.astype(dtype)
 
 
-def linear(x: jax.Array, weight: Weight) -> jax.Array:
-    """x Wᵀ: [..., in] times [out, in] -> [..., out], accumulated in float32."""
+def linear(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None) -> jax.Array:
+    """x Wᵀ: [..., in] times [out, in] -> [..., out], accumulated in float32; in x's dtype unless told otherwise."""
+    out_dtype = out_dtype or x.dtype
     w = as_array(weight, x.dtype)
     out = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return out.astype(x.dtype)
+    return out.astype(out_dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -16,7 +16,7 @@ from glmjax.batch import TokenBatch, contiguous_batch
 from glmjax.cache import KVCache, make_cache
 from glmjax.config import GLMConfig
 from glmjax.indexer import select
-from glmjax.layers import at_layer, rms_norm, rope_angles, swiglu
+from glmjax.layers import at_layer, linear, rms_norm, rope_angles, swiglu
 from glmjax.moe import moe
 from glmjax.params import Params
 
@@ -130,7 +130,7 @@ def run_layers(
 
 def logits(params: Params, hidden: jax.Array) -> jax.Array:
     """[T, D] after the final norm -> [T, V] float32."""
-    return jax.lax.dot_general(hidden, params.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return linear(hidden, params.head, jnp.float32)
 
 
 def forward(params: Params, tokens: jax.Array, config: GLMConfig) -> jax.Array:
@@ -144,5 +144,5 @@ def forward(params: Params, tokens: jax.Array, config: GLMConfig) -> jax.Array:
     """
     B, S = tokens.shape
     dtype = "float32" if params.embed.dtype == jnp.float32 else "bfloat16"
-    _, hidden, _ = run_layers(params, config, make_cache(config, B * S, dtype), contiguous_batch(tokens))
+    _, hidden, _ = run_layers(params, config, make_cache(config, B, S, dtype), contiguous_batch(tokens))
     return logits(params, hidden).reshape(B, S, -1)

@@ -184,7 +184,7 @@ class Programs:
                     progress(done, len(self.shapes))
 
     def make_cache(self) -> KVCache:
-        return make_cache(self.config, self.num_blocks * self.block_size, self.cache_dtype)
+        return make_cache(self.config, self.num_blocks, self.block_size, self.cache_dtype)
 
     def smallest(self, requests: int, tokens: int) -> StepShape:
         """The smallest compiled rectangle that holds ``requests`` rows of ``tokens`` tokens."""
@@ -199,7 +199,7 @@ class Programs:
 
     def _compile(self, shape: StepShape) -> tuple[StepShape, Any]:
         step = make_step(self.config, shape, self.table_width, self.block_size)
-        cache = abstract_cache(self.config, self.num_blocks * self.block_size, self.cache_dtype)
+        cache = abstract_cache(self.config, self.num_blocks, self.block_size, self.cache_dtype)
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
         packed = jax.ShapeDtypeStruct((shape.requests, packed_width(shape, self.table_width)), jnp.int32)
         compiled = jax.jit(step, donate_argnums=1).lower(params, cache, packed).compile()

@@ -1,35 +1,15 @@
 """Exact, deterministic top-k of index scores: ties go to the lowest position, missing entries are -1.
 
-The jnp form keeps a running selection while the context streams by in chunks, so that no [tokens, context] array is
-ever held. ``jax.lax.top_k`` is stable: equal scores come lowest index first, and the running selection (earlier
-positions) stands before the new chunk, so the lowest position wins (spec/jax.md section 2).
+The jnp form keeps a running selection while the context streams by in chunks, so no [tokens, context] array is ever held.
+With many rows it finds the k-th largest score by bisecting the bits of the floats and then compacts, all of it vectorised
+over rows; XLA's own top-k sorts each row on one core (spec/jax.md section 2).
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-NEG_INF = -jnp.inf
-
-
-def top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k largest of each row, best first.
-
-    Args:
-      scores: [..., S] float32; -inf marks what may not be chosen.
-      k: how many.
-
-    Returns:
-      values [..., k] float32 (-inf where there are fewer than k) and positions [..., k] int32 (-1 there).
-    """
-    size = scores.shape[-1]
-    values, positions = jax.lax.top_k(scores, min(k, size))
-    positions = jnp.where(values > NEG_INF, positions, -1)
-    if size < k:
-        pad = [(0, 0)] * (scores.ndim - 1) + [(0, k - size)]
-        values = jnp.pad(values, pad, constant_values=NEG_INF)
-        positions = jnp.pad(positions, pad, constant_values=-1)
-    return values, positions
+SORT_ROWS = 8  # up to here jax.lax.top_k is faster
 
 
 def merge_top_k(
@@ -38,25 +18,93 @@ def merge_top_k(
     """Adds one chunk of the context to a running selection.
 
     Args:
-      values, positions: [..., k] of the chunks before, as ``top_k`` returns them.
-      scores: [..., C] of the positions first .. first + C - 1.
-      first: scalar int32.
+      values, positions: [..., k] of the chunks before: float32 scores and int32 positions, in any order but with equal
+        scores in order of position, missing entries (-inf, -1) last.  Start with all entries missing.
+      scores: [..., C] float32 of the positions first .. first + C - 1; -inf marks what may not be chosen.
+      first: scalar int32, beyond all positions before.
 
     Returns:
-      the selection over all chunks so far.
+      the selection over all chunks so far, of the same form.
     """
     k, chunk = values.shape[-1], scores.shape[-1]
     new = jnp.broadcast_to(first + jnp.arange(chunk, dtype=jnp.int32), scores.shape)
-    candidates = jnp.concatenate([values, scores], axis=-1)
-    best, where = jax.lax.top_k(candidates, k)
-    chosen = jnp.take_along_axis(jnp.concatenate([positions, new], axis=-1), where, axis=-1)
-    return best, jnp.where(best > NEG_INF, chosen, -1)
+    scores = jnp.concatenate([values, scores], axis=-1)
+    places = jnp.concatenate([positions, new], axis=-1)
+    rows = int(np.prod(scores.shape[:-1]))
+    if rows <= SORT_ROWS:
+        # Stable: of equal scores the first, which is the lowest position, comes first.
+        best, where = jax.lax.top_k(scores, k)
+    else:
+        where = select_top_k(scores.reshape(rows, -1), k).reshape(*scores.shape[:-1], k)
+        best = jnp.take_along_axis(scores, jnp.maximum(where, 0), axis=-1)
+        best = jnp.where(where >= 0, best, -jnp.inf)
+    chosen = jnp.take_along_axis(places, jnp.maximum(where, 0), axis=-1)
+    return best, jnp.where(best > -jnp.inf, chosen, -1)
+
+
+def select_top_k(scores: jax.Array, k: int) -> jax.Array:
+    """Indices of the k largest of each row in ascending order, ties to the lowest; -1 (last) for missing entries.
+
+    Args:
+      scores: [N, S] float32; -inf is never selected.
+
+    Returns:
+      [N, k] int32.
+    """
+    key = _ordered(scores)
+    threshold = _kth_largest(key, k)[:, None]
+    above, equal = key > threshold, key == threshold
+    room = k - jnp.sum(above, axis=-1, keepdims=True)
+    chosen = (above | (equal & (_running_count(equal) <= room))) & (scores > -jnp.inf)
+    return _compact(_running_count(chosen), k)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """int32 that compare as the floats do, with -0 equal to 0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _kth_largest(key: jax.Array, k: int) -> jax.Array:
+    """The largest t with at least k entries >= t, bit by bit from the top; [N, S] int32 -> [N]."""
+
+    def decide(i: jax.Array, t: jax.Array) -> jax.Array:
+        candidate = t + (jnp.int32(1) << (31 - i))  # the first step wraps from the least integer to 0
+        # Counts are below 2^24, so float32 holds them, and XLA's CPU float reductions are the fast ones.
+        count = jnp.sum((key >= candidate[:, None]).astype(jnp.float32), axis=-1)
+        return jnp.where(count >= k, candidate, t)
+
+    least = jnp.full(key.shape[:-1], jnp.iinfo(jnp.int32).min, jnp.int32)
+    return jax.lax.fori_loop(0, 32, decide, least)
+
+
+def _running_count(mask: jax.Array, block: int = 64) -> jax.Array:
+    """Inclusive count of True along each row [N, S], as two small matrix products."""
+    N, S = mask.shape
+    x = jnp.pad(mask, ((0, 0), (0, -S % block))).astype(jnp.float32).reshape(N, -1, block)
+    within = x @ jnp.triu(jnp.ones((block, block), jnp.float32))
+    before = within[..., -1] @ jnp.triu(jnp.ones((x.shape[1],) * 2, jnp.float32), 1)
+    return (within + before[..., None]).reshape(N, -1)[:, :S].astype(jnp.int32)
+
+
+def _compact(count: jax.Array, k: int) -> jax.Array:
+    """Where a running count [N, S] first reaches 1, 2, .. k, by bisection; -1 where it never does."""
+    size = count.shape[-1]
+    wanted = jnp.arange(1, k + 1, dtype=jnp.int32)
+    place = jnp.zeros((count.shape[0], k), jnp.int32)
+    step = 1 << (size.bit_length() - 1)
+    while step:
+        ahead = place + step
+        below = jnp.take_along_axis(count, jnp.minimum(ahead, size) - 1, axis=-1) < wanted
+        place = jnp.where((ahead <= size) & below, ahead, place)
+        step //= 2
+    return jnp.where(place < size, place, -1)
 
 
 def top_k_numpy(scores: np.ndarray, k: int) -> np.ndarray:
-    """NumPy twin of ``top_k``: positions [..., k] int32, best first, ties to the lowest, -1 for missing."""
-    order = np.argsort(-scores, axis=-1, kind="stable")[..., :k].astype(np.int32)
-    found = np.take_along_axis(scores, order, axis=-1) > -np.inf
-    order = np.where(found, order, -1)
-    missing = k - order.shape[-1]
-    return np.pad(order, [(0, 0)] * (scores.ndim - 1) + [(0, missing)], constant_values=-1)
+    """NumPy twin: positions [..., k] of the largest in ascending order, ties to the lowest, -1 for missing."""
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
+    size = scores.shape[-1]
+    order = np.sort(np.where(np.take_along_axis(scores, order, axis=-1) > -np.inf, order, size), axis=-1)
+    missing = [(0, 0)] * (scores.ndim - 1) + [(0, k - order.shape[-1])]
+    return np.pad(np.where(order < size, order, -1), missing, constant_values=-1).astype(np.int32)

@@ -305,7 +305,7 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         self.pool.release(request.blocks)
         request.blocks = ()
-        request.num_computed = request.num_published = 0
+        request.num_computed = 0
 
 
 def _require(ok: bool, fault: str) -> None:

@@ -53,6 +53,7 @@ def alone(of, eos=()):
 def step(scheduler, runner, between=lambda: None):
     plan = scheduler.schedule()
     scheduler.check()
+    assert bool(plan.chunks) == scheduler.has_work
     assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
     out = runner.run(plan)
     between()
@@ -77,7 +78,9 @@ def run(scheduler, runner, limit=2000):
 
 
 def test_nothing_past_the_token_that_ends_it_counts():
-    assert complete(request("a", [1], 9), [5, 7, 5], EOS, 64) == (end := complete(request("a", [1], 9), [5, 7], EOS, 64))
+    assert complete(request("a", [1], 9), [5, 7, 5], EOS, 64) == (
+        end := complete(request("a", [1], 9), [5, 7], EOS, 64)
+    )
     assert (end.num_kept, end.finish_reason, end.stop_reason) == (2, "stop", None)
     end = complete(request("a", [1], 9, stop_token_ids=[6]), [6, 7], EOS, 64)
     assert (end.num_kept, end.finish_reason, end.stop_reason) == (1, "stop", 6)
@@ -130,7 +133,7 @@ def test_the_last_to_arrive_is_preempted_and_resumes_at_the_front():
 def test_priority_preempts_and_admits_by_priority_then_arrival():
     scheduler, runner = make(policy="priority", num_blocks=6, block_size=2, max_num_seqs=2)
     for name, priority in (("low", 5), ("mid", 3), ("high", 0), ("high2", 0)):
-        scheduler.add(request(name, [1, priority, 2], 6, priority=priority))
+        scheduler.add(request(name, [len(scheduler.waiting), 1, 2], 6, priority=priority))
     assert [c.request_id for c in step(scheduler, runner)[0].chunks] == ["high", "high2"]
     while not scheduler.num_preemptions:
         step(scheduler, runner)
@@ -171,7 +174,7 @@ def test_salts_do_not_share():
 
 
 def test_equal_prompts_at_once_are_computed_once():
-    scheduler, runner = make(max_num_batched_tokens=8)
+    scheduler, runner = make(max_num_batched_tokens=40)
     prompt = range(17)
     twins = [request(f"r{i}", prompt, 3, temperature=1, seed=i) for i in range(3)]
     for twin in twins:
@@ -204,6 +207,15 @@ def test_drafts_past_the_limit_find_no_slot_and_harm_nobody():
     scheduler, runner = make(num_lookahead_tokens=3, num_blocks=3, block_size=4)
     scheduler.add(one := request("a", [1, 2, 3, 4, 5], 8))  # horizon: 12 positions, the whole pool
     assert run(scheduler, runner)["a"] == alone(one)
+
+
+def test_accepted_drafts_are_computed_and_have_slots_across_a_block_edge():
+    scheduler, runner = make(num_lookahead_tokens=3, block_size=4)
+    scheduler.add(request("a", [1, 2, 3], 20))
+    first, updates = step(scheduler, runner)
+    assert (len(first.chunks[0].blocks), len(updates[0].token_ids)) == (2, 4)
+    (chunk,) = step(scheduler, runner)[0].chunks
+    assert (chunk.start, len(chunk.token_ids)) == (6, 1)
 
 
 def test_min_tokens_is_the_same_with_drafts():
@@ -265,6 +277,19 @@ def test_abort_frees_at_every_stage():
     assert scheduler.pool.free_blocks == 8
 
 
+def test_results_for_an_aborted_request_do_not_reach_its_namesake():
+    scheduler, runner = make()
+    scheduler.add(request("a", range(5)))
+
+    def replace():
+        scheduler.abort("a")
+        scheduler.add(request("a", [9]))
+
+    _, updates = step(scheduler, runner, between=replace)
+    assert updates == []
+    assert scheduler.waiting[0].token_ids == [9]
+
+
 def test_clear_leaves_nothing():
     scheduler, runner = make()
     for name in "abcdef":
@@ -292,64 +317,70 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-@st.composite
-def requests(draw, config, name):
-    """A prompt that shares a prefix with others and often ends at the edge of a block."""
-    size = config["block_size"]
-    room = min(config["num_blocks"] * size, config["max_model_len"] - 1)
-    length = draw(st.integers(0, 3)) * size + draw(st.integers(-1, 1))
-    length = max(1, min(length, room))
-    shared = draw(st.integers(0, length))
-    tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=length - shared, max_size=length - shared))
-    family = draw(st.integers(0, 1))
-    prompt = [(family + i) % VOCAB for i in range(shared)] + tail
-    max_tokens = draw(st.integers(1, max(1, min(12, room - length))))
+SPECS = st.fixed_dictionaries(
+    {
+        "arrives": st.integers(0, 12),
+        "blocks": st.integers(0, 3),
+        "edge": st.integers(-1, 1),
+        "shared": st.integers(0, 12),
+        "family": st.integers(0, 1),
+        "max_tokens": st.integers(1, 12),
+        "priority": st.integers(0, 2),
+        "salt": st.sampled_from([None, None, "salt"]),
+        "seed": st.integers(0, 3),
+        "temperature": st.integers(0, 1),
+        "min_tokens": st.sampled_from([0, 0, 1, 3]),
+        "aborted": st.none() | st.tuples(st.integers(0, 30), st.booleans()),  # step; while the device works
+    }
+)
+
+
+def made_from(spec, name, config):
+    """A request whose prompt shares a prefix with others and often ends at the edge of a block."""
+    room = min(config["num_blocks"] * config["block_size"], config["max_model_len"] - 1)
+    length = max(1, min(spec["blocks"] * config["block_size"] + spec["edge"], room))
+    prompt = [(spec["family"] + i + (i >= spec["shared"]) * spec["seed"] * 5) % VOCAB for i in range(length)]
+    max_tokens = max(1, min(spec["max_tokens"], room - length))
     return request(
         name,
         prompt,
         max_tokens,
-        priority=draw(st.integers(0, 2)),
-        cache_salt=draw(st.sampled_from([None, None, "salt"])),
-        seed=draw(st.integers(0, 3)),
-        temperature=draw(st.sampled_from([0, 1])),
-        min_tokens=draw(st.sampled_from([0, 0, min(2, max_tokens)])),
+        priority=spec["priority"],
+        cache_salt=spec["salt"],
+        seed=spec["seed"],
+        temperature=spec["temperature"],
+        min_tokens=min(spec["min_tokens"], max_tokens),
     )
 
 
 @settings(max_examples=250, deadline=None)
-@given(st.data())
-def test_any_schedule_gives_what_each_request_gives_alone(data):
-    config = data.draw(CONFIGS)
+@given(CONFIGS, st.lists(SPECS, min_size=1, max_size=9))
+def test_any_schedule_gives_what_each_request_gives_alone(config, specs):
     scheduler, runner = make(EOS, **config)
-    known: dict[str, Request] = {}
+    known = {f"r{i}": made_from(spec, f"r{i}", config) for i, spec in enumerate(specs)}
+    arrives = {name: spec["arrives"] for name, spec in zip(known, specs, strict=True)}
+    aborts = {name: spec["aborted"] for name, spec in zip(known, specs, strict=True)}
     outputs: dict[str, list[int]] = {}
     aborted = set()
 
-    def act(moment):
-        for action in data.draw(st.lists(st.sampled_from(["add", "add", "abort"]), max_size=2), label=moment):
-            if action == "add" and len(known) < 10:
-                new = data.draw(requests(config, f"r{len(known)}"))
-                known[new.request_id] = new
-                scheduler.add(new)
-            elif action == "abort" and known:
-                name = data.draw(st.sampled_from(sorted(known)))
-                if scheduler.abort(name):
-                    aborted.add(name)
+    def abort(moment):
+        for name in [n for n, when in aborts.items() if when == moment]:
+            if scheduler.abort(name):
+                aborted.add(name)
             scheduler.check()
 
-    for number in range(600):
-        act("before") if number < 25 else None
-        plan, updates = step(scheduler, runner, between=lambda n=number: act("between") if n < 25 else None)
-        assert plan.chunks or not plan.chunks and not any(r.status is Status.RUNNING for r in known.values())
+    for number in range(800):
+        for name in [n for n, when in arrives.items() if when == number]:
+            scheduler.add(known[name])
+        abort((number, False))
+        _, updates = step(scheduler, runner, between=lambda n=number: abort((n, True)))
         for update in updates:
             outputs.setdefault(update.request.request_id, []).extend(update.token_ids)
-        if number >= 25 and not scheduler.has_work:
+        if number > 12 and not scheduler.has_work:
             break
     assert not scheduler.has_work
     assert scheduler.pool.free_blocks == config["num_blocks"]
     for name, one in known.items():
         assert one.status is Status.FINISHED and not one.blocks
-        expected = alone(one, EOS)
-        got = outputs.get(name, [])
-        assert got == expected[: len(got)]
-        assert name in aborted or got == expected
+        got, expected = outputs.get(name, []), alone(one, EOS)
+        assert got == (expected[: len(got)] if name in aborted else expected)

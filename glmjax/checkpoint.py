@@ -1,0 +1,163 @@
+"""Checkpoints in and out: Hugging Face safetensors and our Orbax folders, through one front door.
+
+    config, params = load_checkpoint("GLM-5.3", dtype="bfloat16")
+    save_pretrained(config, params, "copy")
+    convert("GLM-5.3", "GLM-5.3-orbax", to="orbax")
+
+A folder that is written appears whole or not at all.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+
+from glmjax.config import GLMConfig
+from glmjax.errors import CheckpointError, ConfigError
+from glmjax.hf_read import HFReader
+from glmjax.hf_write import write_hf
+from glmjax.orbax_io import OrbaxReader, is_orbax, write_orbax
+from glmjax.params import Params, num_bytes
+from glmjax.staging import staged_folder
+
+DTYPES = ("float32", "bfloat16", "float16")
+MAX_SHARD_BYTES = 5e9
+# What belongs to a model besides its weights and config.json, copied by ``convert``.
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def load_checkpoint(
+    path: str | Path,
+    dtype: str = "float32",
+    layout: object | None = None,
+    *,
+    shardings: Callable[[Params], Params] | None = None,
+    mtp: bool = True,
+    progress: bool | None = None,
+) -> tuple[GLMConfig, Params]:
+    """Loads a checkpoint folder, Hugging Face or Orbax.
+
+    Block-FP8 weights stay in FP8 (``QuantizedWeight``), except the up-projections of the latent; router and index head weights are
+    float32 whatever ``dtype`` says.
+
+    Args:
+      path: the folder.
+      dtype: of all other weights: "float32", "bfloat16" or "float16".
+      layout: must be None, one device; to spread the weights pass ``shardings``.
+      shardings: given the abstract tree (``jax.ShapeDtypeStruct`` leaves), returns the same tree with a ``jax.sharding.Sharding``
+        per leaf.  Each process reads only what its devices hold.
+      mtp: load the multi-token-prediction layer, if the checkpoint has one.
+      progress: draw a progress bar on stderr; None: only if stderr is a terminal.
+
+    Raises:
+      CheckpointError: a file or a tensor is missing, damaged or not what config.json says.
+      ConfigError: config.json asks for something that glmjax does not do, or an argument is not one of those above.
+    """
+    weights_dtype = parse_dtype(dtype)
+    if layout is not None:
+        raise ConfigError(f"layout={layout!r} is not supported by load_checkpoint; pass shardings, or layout=None")
+    reader = _open(path, weights_dtype, mtp=mtp)
+    placed = None if shardings is None else shardings(reader.abstract)
+    with _progress_bar(f"Loading {Path(path).name}", num_bytes(reader.abstract), progress) as advance:
+        params = reader.read(placed, advance)
+    return reader.config, params
+
+
+def save_pretrained(
+    config: GLMConfig,
+    params: Params,
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Writes a Hugging Face folder that ``load_checkpoint`` and transformers' ``GlmMoeDsaForCausalLM`` open.
+
+    Args:
+      dtype: of plain weights, the router's bias excepted; None: as they are.  Block-FP8 weights stay block-FP8.
+      max_shard_bytes: weights are split into files of at most this size.
+      overwrite: replace a folder that exists.
+    """
+    target_dtype = None if dtype is None else parse_dtype(dtype)
+    with staged_folder(path, overwrite=overwrite) as folder:
+        write_hf(config, params, folder, target_dtype, max_shard_bytes)
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    to: Literal["orbax", "hf"] = "orbax",
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    progress: bool | None = None,
+) -> None:
+    """Rewrites a checkpoint in the other format (or in another dtype), with its tokenizer files.
+
+    Args:
+      dtype: of plain weights; None: that of the source.
+    """
+    if to not in ("orbax", "hf"):
+        raise ConfigError(f"to={to!r} is not a checkpoint format; expected 'orbax' or 'hf'")
+    if dtype is not None:
+        parse_dtype(dtype)
+    with staged_folder(dst, overwrite=overwrite) as folder:
+        target = parse_dtype(dtype or stored_dtype(src))
+        config, params = load_checkpoint(src, target.name, progress=progress)
+        if to == "orbax":
+            write_orbax(config, params, folder, target)
+        else:
+            write_hf(config, params, folder, target, MAX_SHARD_BYTES)
+        for name in SIDE_FILES:
+            if (Path(src) / name).is_file():
+                shutil.copyfile(Path(src) / name, folder / name)
+
+
+def stored_dtype(path: str | Path) -> str:
+    """Dtype of the plain weights of a checkpoint, e.g. "bfloat16"."""
+    return _open(path, np.dtype(np.float32), mtp=True).stored_dtype()
+
+
+def parse_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of a name that users may give."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype={name!r} is not supported; expected one of {', '.join(DTYPES)}")
+    return jnp.dtype(name)
+
+
+def _open(path: str | Path, dtype: np.dtype[Any], *, mtp: bool) -> HFReader | OrbaxReader:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{path} is not a folder" if folder.exists() else f"{path} not found")
+    config = GLMConfig.from_hf(folder)
+    return (OrbaxReader if is_orbax(folder) else HFReader)(folder, config, dtype, mtp=mtp)
+
+
+@contextmanager
+def _progress_bar(title: str, total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
+    if not (sys.stderr.isatty() if wanted is None else wanted):
+        yield lambda num: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda num: bar.advance(task, num)

@@ -1,0 +1,188 @@
+"""The parameter tree from Hugging Face safetensors, tensor by tensor.
+
+Each leaf is allocated once and filled in place from the mapped files; on the CPU backend the filled buffer *is* the array (JAX takes
+over 64-byte-aligned NumPy memory without a copy).  Names, shapes and dtypes are all checked before anything is allocated.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from glmjax.blockfp8 import dequantize, scale_shape
+from glmjax.config import GLMConfig
+from glmjax.errors import CheckpointError
+from glmjax.hf_names import FP8_LEAVES, HALVES, SCALE_SUFFIX, Piece, map_named, pieces, split_kv_b, tensor_shape
+from glmjax.params import Params, abstract_params
+from glmjax.safetensors_io import TensorFiles
+
+Advance = Callable[[int], None]  # told the bytes just placed
+Region = tuple[slice, ...]  # part of a leaf: one slice with start and stop per axis
+
+_PLAIN = ("F32", "BF16", "F16")
+_ALIGNMENT = 64  # bytes; what the CPU backend asks of memory that it takes over
+_THREADS = 8
+
+
+class HFReader:
+    """A checkpoint folder that has been found to hold the whole tree of ``config``.
+
+    Attributes:
+      abstract: shapes and dtypes of the tree to come.  A leaf is a ``QuantizedWeight`` if all its tensors are block-FP8; a leaf
+        with some is dequantised.
+    """
+
+    def __init__(self, folder: Path, config: GLMConfig, dtype: np.dtype[Any], *, mtp: bool):
+        self.config = config
+        self.files = TensorFiles(folder)
+        mtp_prefix = f"model.layers.{config.num_hidden_layers}."
+        # transformers leaves the MTP layer out when it saves, but keeps its key in config.json.
+        mtp = mtp and config.num_nextn_predict_layers > 0 and any(n.startswith(mtp_prefix) for n in self.files.tensors)
+        self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        for piece in pieces(config, mtp=mtp):
+            self._pieces[piece.leaf].append(piece)
+        plain = abstract_params(config, dtype, mtp=mtp)
+        self._refuse_more_layers()
+        map_named(self._check_leaf, plain)
+        self.abstract: Params = map_named(
+            lambda leaf, as_plain, as_fp8: as_fp8 if self._stays_fp8(leaf) else as_plain,
+            plain,
+            abstract_params(config, dtype, mtp=mtp, quantized=True),
+        )
+
+    def stored_dtype(self) -> str:
+        """Dtype of the embedding, which no release quantises."""
+        return self.files.read("model.embed_tokens.weight").dtype.name
+
+    def read(self, shardings: Params | None, advance: Advance) -> Params:
+        """Fills the tree, one leaf after the other.
+
+        Args:
+          shardings: a tree like ``abstract`` with a ``jax.sharding.Sharding`` per leaf; None: the default device.
+        """
+        with ThreadPoolExecutor(_THREADS) as pool:
+
+            def load(path: str, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+                return place(leaf, sharding, lambda region: self._fill(path, leaf.dtype, region, pool, advance))
+
+            trees = (self.abstract,) if shardings is None else (self.abstract, shardings)
+            return map_named(load, *trees)
+
+    def _fill(
+        self, path: str, dtype: np.dtype[Any], region: Region, pool: ThreadPoolExecutor, advance: Advance
+    ) -> np.ndarray:
+        """One region of a leaf, from the tensors that overlap it."""
+        leaf, part = _leaf_and_part(path)
+        out = aligned_empty(tuple(axis.stop - axis.start for axis in region), dtype)
+
+        def copy(piece: Piece) -> None:
+            lead = tuple(zip(piece.index, region, strict=False))
+            if all(axis.start <= i < axis.stop for i, axis in lead):
+                target = out[tuple(i - axis.start for i, axis in lead)]
+                self._copy(piece, part, region[len(lead) :], target)
+                advance(target.nbytes)
+
+        for _ in pool.map(copy, self._pieces[leaf]):
+            pass  # raises what a copy raised
+        return out
+
+    def _copy(self, piece: Piece, part: str, window: Region, target: np.ndarray) -> None:
+        scale_name = piece.name + SCALE_SUFFIX
+        name = scale_name if part == "scale" else piece.name
+        tensor = self.files.read(name)
+        if not part and scale_name in self.files:
+            tensor = dequantize(tensor, self.files.read(scale_name))
+        if piece.leaf in HALVES:
+            tensor = split_kv_b(self.config, piece.leaf, tensor)
+        np.copyto(target, tensor[window], casting="unsafe")
+        self.files.release(name)
+
+    # Checks.
+
+    def _stays_fp8(self, leaf: str) -> bool:
+        parts = self._pieces[leaf] if leaf in FP8_LEAVES else []
+        return bool(parts) and all(piece.name + SCALE_SUFFIX in self.files for piece in parts)
+
+    def _check_leaf(self, leaf: str, abstract: jax.ShapeDtypeStruct) -> None:
+        for piece in self._pieces[leaf]:
+            shape = tensor_shape(self.config, piece, abstract.shape)
+            if piece.name not in self.files:
+                raise CheckpointError(f"{self.files.folder} lacks tensor {piece.name}, which its config.json calls for")
+            code = self._check_shape(piece.name, shape)
+            scale = piece.name + SCALE_SUFFIX
+            if scale not in self.files:
+                if code not in _PLAIN:
+                    hint = f" without {scale}" if code == "F8_E4M3" else ""
+                    raise CheckpointError(f"{piece.name} is {code}{hint}; expected one of {', '.join(_PLAIN)}")
+                continue
+            if code != "F8_E4M3":
+                raise CheckpointError(f"{piece.name} has a {scale} but is {code}; expected F8_E4M3")
+            code = self._check_shape(scale, scale_shape(shape))
+            if code not in _PLAIN:
+                raise CheckpointError(f"{scale} is {code}; expected F32")
+
+    def _check_shape(self, name: str, shape: tuple[int, ...]) -> str:
+        """Dtype code of a tensor of the right shape."""
+        info = self.files[name]
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{name} has shape {list(info.shape)} in {info.file}, but config.json makes it {list(shape)}:"
+                " is this config.json of another checkpoint?"
+            )
+        return info.code
+
+    def _refuse_more_layers(self) -> None:
+        layers = self.config.num_hidden_layers
+        for name in self.files.tensors:
+            found = re.fullmatch(r"model\.layers\.(\d+)\.input_layernorm\.weight", name)
+            index = int(found[1]) if found else -1
+            is_mtp = index == layers and f"model.layers.{index}.eh_proj.weight" in self.files
+            if index >= layers and not is_mtp:
+                raise CheckpointError(
+                    f"{self.files.folder} holds layer {index}, but its config.json has num_hidden_layers={layers}:"
+                    " is this config.json of another checkpoint?"
+                )
+
+
+def _leaf_and_part(path: str) -> tuple[str, str]:
+    """``moe.down.scale`` -> (``moe.down``, ``scale``); a plain leaf has no part."""
+    leaf, _, last = path.rpartition(".")
+    return (leaf, last) if last in ("values", "scale") else (path, "")
+
+
+# Placement.
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Uninitialised memory that the CPU backend can take over."""
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def place(
+    leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None, fill: Callable[[Region], np.ndarray]
+) -> jax.Array:
+    """An array whose parts ``fill`` makes, each distinct part once; a part leaves the host before the next is made."""
+    shape = leaf.shape
+    if sharding is None:
+        return jax.block_until_ready(jax.device_put(fill(tuple(slice(0, size) for size in shape))))
+    owners: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        bounds = tuple(axis.indices(size)[:2] for axis, size in zip(index or (), shape, strict=True))
+        owners[bounds].append(device)
+    shards: dict[jax.Device, jax.Array] = {}
+    for bounds, devices in owners.items():
+        part = fill(tuple(slice(*axis) for axis in bounds))
+        for device in devices:
+            target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            shards[device] = jax.block_until_ready(jax.device_put(part, target))
+    ordered = [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
