@@ -84,8 +84,8 @@ def make_cache(config: GLMConfig, num_blocks: int, block_size: int, dtype: Cache
 def _write(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.Array) -> jax.Array:
     """pool[layer, slots] = rows, in place; slots of -1 go to the spare block.
 
-    A loop of slice updates, not a scatter: XLA's CPU scatter reads the old row to honour out-of-range indices, which makes
-    it copy the pool.
+    A loop of slice updates, not a scatter: XLA's CPU scatter reads the old row to honour out-of-range indices, which
+    makes it copy the pool.
     """
     size = pool.shape[1]
     slots = jnp.where(slots >= 0, slots, size - 1)

@@ -52,15 +52,15 @@ def load_checkpoint(
 ) -> tuple[GLMConfig, Params]:
     """Loads a checkpoint folder, Hugging Face or Orbax.
 
-    Block-FP8 weights stay in FP8 (``QuantizedWeight``), except the up-projections of the latent; router and index head weights are
-    float32 whatever ``dtype`` says.
+    Block-FP8 weights stay in FP8 (``QuantizedWeight``), except the up-projections of the latent; router and index head
+    weights are float32 whatever ``dtype`` says.
 
     Args:
       path: the folder.
       dtype: of all other weights: "float32", "bfloat16" or "float16".
       layout: must be None, one device; to spread the weights pass ``shardings``.
-      shardings: given the abstract tree (``jax.ShapeDtypeStruct`` leaves), returns the same tree with a ``jax.sharding.Sharding``
-        per leaf.  Each process reads only what its devices hold.
+      shardings: given the abstract tree (``jax.ShapeDtypeStruct`` leaves), returns the same tree with a
+        ``jax.sharding.Sharding`` per leaf.  Each process reads only what its devices hold.
       mtp: load the multi-token-prediction layer, if the checkpoint has one.
       progress: draw a progress bar on stderr; None: only if stderr is a terminal.
 

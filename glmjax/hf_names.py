@@ -1,11 +1,12 @@
 """Which Hugging Face tensor goes where: the names of a ``glm_moe_dsa`` checkpoint against the stacked parameter tree.
 
-A leaf of the tree is known by its dotted path, ``attention.query_down``.  Each leaf is made of pieces: one checkpoint tensor per
-piece, at a leading index of the stack (spec/model.md 3.1).
+A leaf of the tree is known by its dotted path, ``attention.query_down``.  Each leaf is made of pieces: one checkpoint
+tensor per piece, at a leading index of the stack (spec/model.md 3.1).
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,7 +63,8 @@ FP8_LEAVES = frozenset(
 HALVES = {"attention.key_up": 0, "attention.value_up": 1}  # both are cut from kv_b_proj
 
 
-class Piece(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
     """Checkpoint tensor ``name`` is ``leaf[index]`` (for ``HALVES``, a part of it is)."""
 
     leaf: str

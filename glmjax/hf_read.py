@@ -1,10 +1,10 @@
 """The parameter tree from Hugging Face safetensors, tensor by tensor.
 
-Each leaf is allocated once and filled in place from the mapped files; on the CPU backend the filled buffer *is* the array (JAX takes
-over 64-byte-aligned NumPy memory without a copy).  Names, shapes and dtypes are all checked before anything is allocated.
+Each leaf is allocated once and filled in place from the mapped files; on the CPU backend the filled buffer *is* the
+array (JAX takes over 64-byte-aligned NumPy memory without a copy).  Names, shapes and dtypes are all checked before
+anything is allocated.
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,13 +20,12 @@ from glmjax.config import GLMConfig
 from glmjax.errors import CheckpointError
 from glmjax.hf_names import FP8_LEAVES, HALVES, SCALE_SUFFIX, Piece, map_named, pieces, split_kv_b, tensor_shape
 from glmjax.params import Params, abstract_params
+from glmjax.placement import Region, aligned_empty, place
 from glmjax.safetensors_io import TensorFiles
 
 Advance = Callable[[int], None]  # told the bytes just placed
-Region = tuple[slice, ...]  # part of a leaf: one slice with start and stop per axis
 
 _PLAIN = ("F32", "BF16", "F16")
-_ALIGNMENT = 64  # bytes; what the CPU backend asks of memory that it takes over
 _THREADS = 8
 
 
@@ -34,8 +33,9 @@ class HFReader:
     """A checkpoint folder that has been found to hold the whole tree of ``config``.
 
     Attributes:
-      abstract: shapes and dtypes of the tree to come.  A leaf is a ``QuantizedWeight`` if all its tensors are block-FP8; a leaf
-        with some is dequantised.
+      config: as given.
+      abstract: shapes and dtypes of the tree to come.  A leaf is a ``QuantizedWeight`` if all its tensors are in
+        block-FP8; a leaf of which only some are is dequantised.
     """
 
     def __init__(self, folder: Path, config: GLMConfig, dtype: np.dtype[Any], *, mtp: bool):
@@ -154,35 +154,3 @@ def _leaf_and_part(path: str) -> tuple[str, str]:
     """``moe.down.scale`` -> (``moe.down``, ``scale``); a plain leaf has no part."""
     leaf, _, last = path.rpartition(".")
     return (leaf, last) if last in ("values", "scale") else (path, "")
-
-
-# Placement.
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Uninitialised memory that the CPU backend can take over."""
-    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-def place(
-    leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None, fill: Callable[[Region], np.ndarray]
-) -> jax.Array:
-    """An array whose parts ``fill`` makes, each distinct part once; a part leaves the host before the next is made."""
-    shape = leaf.shape
-    if sharding is None:
-        return jax.block_until_ready(jax.device_put(fill(tuple(slice(0, size) for size in shape))))
-    owners: dict[tuple[tuple[int, int], ...], list[jax.Device]] = defaultdict(list)
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        bounds = tuple(axis.indices(size)[:2] for axis, size in zip(index or (), shape, strict=True))
-        owners[bounds].append(device)
-    shards: dict[jax.Device, jax.Array] = {}
-    for bounds, devices in owners.items():
-        part = fill(tuple(slice(*axis) for axis in bounds))
-        for device in devices:
-            target = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            shards[device] = jax.block_until_ready(jax.device_put(part, target))
-    ordered = [shards[device] for device in sharding.addressable_devices_indices_map(shape)]
-    return jax.make_array_from_single_device_arrays(shape, sharding, ordered)

@@ -1,8 +1,12 @@
-"""The parameter tree to Hugging Face safetensors: per-expert tensors in shards, one layer of one leaf on the host at a time."""
+"""The parameter tree to Hugging Face safetensors: per-expert tensors, in shards.
+
+One layer of each leaf is on the host at a time, so that saving takes little memory besides the model's.
+"""
 
 import dataclasses
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,7 @@ import numpy as np
 from glmjax.blockfp8 import scale_shape
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
-from glmjax.hf_names import HALVES, SCALE_SUFFIX, Piece, dotted, join_kv_b, map_named, pieces, tensor_shape
+from glmjax.hf_names import HALVES, SCALE_SUFFIX, Piece, dotted, join_kv_b, pieces, tensor_shape
 from glmjax.params import QUANT_BLOCK, Params, abstract_params
 from glmjax.safetensors_io import INDEX_FILE, SINGLE_FILE, PlannedTensor, write_safetensors
 
@@ -84,8 +88,7 @@ class _HostLayers:
         self._leaves = leaves
         self._held: dict[str, tuple[int, np.ndarray]] = {}
 
-    def __getitem__(self, key: tuple[str, tuple[int, ...]]) -> np.ndarray:
-        path, index = key
+    def get(self, path: str, index: tuple[int, ...]) -> np.ndarray:
         if not index:
             return np.asarray(self._leaves[path])
         layer, rest = index[0], index[1:]
@@ -105,25 +108,25 @@ def _plan(config: GLMConfig, params: Params, dtype: np.dtype[Any] | None) -> Ite
         if f"{leaf}.values" in leaves:
             values = leaves[f"{leaf}.values"]
             shape = tensor_shape(config, piece, values.shape)
-            yield PlannedTensor(piece.name, values.dtype, shape, lambda key=(f"{leaf}.values", index): host[key])
+            yield PlannedTensor(piece.name, values.dtype, shape, partial(host.get, f"{leaf}.values", index))
             yield PlannedTensor(
                 piece.name + SCALE_SUFFIX,
                 np.dtype(np.float32),
                 scale_shape(shape),
-                lambda key=(f"{leaf}.scale", index): host[key],
+                partial(host.get, f"{leaf}.scale", index),
             )
             continue
         if HALVES.get(leaf) == 1:
             continue  # written with the first half
         stored = leaves[leaf].dtype if dtype is None or leaf == "moe.router_bias" else np.dtype(dtype)
         shape = tensor_shape(config, piece, leaves[leaf].shape)
-        yield PlannedTensor(piece.name, stored, shape, lambda piece=piece: _fetch(host, piece))
+        yield PlannedTensor(piece.name, stored, shape, partial(_plain, host, piece))
 
 
-def _fetch(host: _HostLayers, piece: Piece) -> np.ndarray:
+def _plain(host: _HostLayers, piece: Piece) -> np.ndarray:
     if piece.leaf in HALVES:
-        return join_kv_b(host["attention.key_up", piece.index], host["attention.value_up", piece.index])
-    return host[piece.leaf, piece.index]
+        return join_kv_b(host.get("attention.key_up", piece.index), host.get("attention.value_up", piece.index))
+    return host.get(piece.leaf, piece.index)
 
 
 def _split(tensors: Iterator[PlannedTensor], max_bytes: float) -> list[list[PlannedTensor]]:

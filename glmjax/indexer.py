@@ -19,7 +19,7 @@ from glmjax.params import IndexerParams
 KEY_NORM_EPS = 1e-6  # the indexer's own, not the model's (spec/model.md 2.4)
 CONTEXT_CHUNK = 2048  # keys of a chunk at most
 CHUNK_KEYS = 8192  # keys of a chunk at most, over all requests
-TILE_SCORES = 1 << 21  # per-head scores held at once: 8 MiB
+TILE_SCORES = 1 << 18  # scores held at once: 1 MiB
 
 
 def select(
@@ -69,10 +69,10 @@ def _scan_context(
     config: GLMConfig, cache: KVCache, indexer: jax.Array | int, query: jax.Array, weights: jax.Array, batch: TokenBatch
 ) -> jax.Array:
     """[R, Q, heads, dim] queries -> selected positions [R, Q, K]."""
-    R, Q, heads, _ = query.shape
+    R, Q = query.shape[:2]
     blocks = max(1, min(CONTEXT_CHUNK, CHUNK_KEYS // R) // batch.block_size)
     blocks = min(blocks, batch.block_tables.shape[1])
-    tile = max(1, min(Q, TILE_SCORES // (R * heads * blocks * batch.block_size)))
+    tile = max(1, min(Q, TILE_SCORES // (R * blocks * batch.block_size)))
     positions = jnp.where(batch.valid, batch.positions, -1)
     if tile >= Q:
         return _select_tile(config, cache, indexer, query, weights, positions, batch, blocks)

@@ -1,25 +1,31 @@
-"""The parameter tree as an Orbax checkpoint: our own fast format, one array per stacked leaf, readable into any sharding.
+"""The parameter tree as an Orbax checkpoint: our own format, one array per stacked leaf, readable into any sharding.
 
-A folder is ``config.json`` and ``params/``, which Orbax owns.  Arrays are stored uncompressed in chunks that are read in parallel.
+A folder is ``config.json`` and ``params/``, which Orbax owns.  We have it write each array as one uncompressed chunk, so that
+``load_checkpoint`` maps the files instead of reading them: on the CPU backend the page cache is the model, elsewhere the
+transfer reads from it.  What was stored in any other way (by a sharded program, say) is restored by Orbax.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from glmjax.config import GLMConfig
 from glmjax.errors import CheckpointError
 from glmjax.hf_names import FP8_LEAVES, dotted, map_named
 from glmjax.hf_write import check_fit, write_configs
 from glmjax.params import FLOAT32_WEIGHTS, Params, abstract_params, num_bytes
+from glmjax.placement import Region, aligned_empty, place
+from glmjax.zarr_map import map_arrays
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 FOLDER = "params"
-_CHUNK_BYTES = 64 << 20
 
 
 def is_orbax(folder: str | Path) -> bool:
@@ -32,17 +38,19 @@ def write_orbax(config: GLMConfig, params: Params, folder: Path, dtype: np.dtype
     Args:
       dtype: of plain weights, those that are float32 always excepted; None: as they are.
     """
+    import orbax.checkpoint as ocp
+
     check_fit(config, params)
 
     def save_args(path: str, leaf: jax.Array) -> ocp.SaveArgs:
         name = path.rpartition(".")[2]
         kept = dtype is None or name in ("values", "scale") or name in FLOAT32_WEIGHTS
-        return ocp.SaveArgs(dtype=leaf.dtype if kept else dtype, chunk_byte_size=_CHUNK_BYTES)
+        return ocp.SaveArgs(dtype=leaf.dtype if kept else dtype)
 
-    with _checkpointer() as checkpointer:
+    with _quiet(), _checkpointer() as checkpointer:
         checkpointer.save(
             folder.absolute() / FOLDER,
-            args=ocp.args.PyTreeSave(item=nested(params), save_args=nested(map_named(save_args, params))),
+            args=ocp.args.PyTreeSave(item=_nested(params), save_args=_nested(map_named(save_args, params))),
         )
     write_configs(config, params, folder, dtype)
 
@@ -58,9 +66,9 @@ class OrbaxReader:
     def __init__(self, folder: Path, config: GLMConfig, dtype: np.dtype[Any], *, mtp: bool):
         self.config = config
         self._folder = folder.absolute() / FOLDER
-        with _one_line_errors(self._folder), _checkpointer() as checkpointer:
-            tree = checkpointer.metadata(self._folder).item_metadata.tree
-            self._stored = {dotted_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        self._mapped = map_arrays(self._folder)
+        # Arrays, or what Orbax says of them: both have shape and dtype.
+        self._stored: dict[str, Any] = self._metadata() if self._mapped is None else self._mapped
         has_mtp = any(path.startswith("mtp.") for path in self._stored)
         if has_mtp and not config.num_nextn_predict_layers:
             raise CheckpointError(f"{self._folder} holds an MTP layer that its config.json lacks")
@@ -68,10 +76,25 @@ class OrbaxReader:
         self.abstract = self._tree(config, dtype, mtp=has_mtp and mtp)
 
     def stored_dtype(self) -> str:
+        """Dtype of the embedding."""
         return np.dtype(self._stored["embed"].dtype).name
 
     def read(self, shardings: Params | None, advance: Callable[[int], None]) -> Params:
-        """Restores the tree; arguments as of ``HFReader.read``."""
+        """The tree; arguments as of ``HFReader.read``."""
+        if self._mapped is None:
+            return self._restore(shardings, advance)
+        mapped = self._mapped
+
+        def load(path: str, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+            array = place(leaf, sharding, lambda region: _as_dtype(mapped[path][region], leaf.dtype))
+            advance(array.nbytes)
+            return array
+
+        return map_named(load, *((self.abstract,) if shardings is None else (self.abstract, shardings)))
+
+    def _restore(self, shardings: Params | None, advance: Callable[[int], None]) -> Params:
+        import orbax.checkpoint as ocp
+
         if shardings is None:
             one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             shardings = jax.tree.map(lambda _: one_device, self.abstract)
@@ -84,14 +107,18 @@ class OrbaxReader:
             restored = checkpointer.restore(
                 self._folder,
                 args=ocp.args.PyTreeRestore(
-                    item=nested(self.abstract),
-                    restore_args=nested(jax.tree.map(restore_args, self.abstract, shardings)),
+                    item=_nested(self.abstract),
+                    restore_args=_nested(jax.tree.map(restore_args, self.abstract, shardings)),
                     partial_restore=True,
                 ),
             )
         advance(num_bytes(self.abstract))
-        arrays = {dotted_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(restored)}
+        arrays = _flat(restored)
         return map_named(lambda path, _: arrays[path], self.abstract)
+
+    def _metadata(self) -> dict[str, Any]:
+        with _one_line_errors(self._folder), _checkpointer() as checkpointer:
+            return _flat(checkpointer.metadata(self._folder).item_metadata.tree)
 
     def _tree(self, config: GLMConfig, dtype: np.dtype[Any], *, mtp: bool) -> Params:
         return map_named(
@@ -111,25 +138,50 @@ class OrbaxReader:
             )
 
 
-def nested(tree: Params) -> dict[str, Any]:
-    """The tree as plain dicts, ``None`` parts left out: what Orbax stores does not depend on our classes."""
-    out: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        *parents, name = dotted(path).split(".")
-        place = out
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = leaf
+def _as_dtype(view: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
+    if view.dtype == dtype and view.flags.c_contiguous:
+        return view
+    out = aligned_empty(view.shape, dtype)
+    np.copyto(out, view, casting="unsafe")
     return out
 
 
-def dotted_keys(path: tuple[Any, ...]) -> str:
-    """The dotted path of a leaf of ``nested``."""
-    return ".".join(key.key for key in path)
+def _nested(tree: Params) -> dict[str, Any]:
+    """The tree as plain dicts without the parts that are None: what is stored does not depend on our classes."""
+    out: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        *parents, name = dotted(path).split(".")
+        level = out
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[name] = leaf
+    return out
 
 
-def _checkpointer() -> ocp.Checkpointer:
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """Leaves of ``_nested`` by dotted path."""
+    return {".".join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _checkpointer() -> "ocp.Checkpointer":
+    import orbax.checkpoint as ocp  # takes half a second, which mapping the files does without
+
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without Orbax's warning that a checkpoint of plain files has nothing of OCDBT's to merge."""
+    logger = logging.getLogger("absl")
+    logger.addFilter(_not_about_ocdbt)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_not_about_ocdbt)
+
+
+def _not_about_ocdbt(record: logging.LogRecord) -> bool:
+    return "OCDBT" not in record.getMessage()
 
 
 @contextmanager
@@ -137,8 +189,6 @@ def _one_line_errors(folder: Path) -> Iterator[None]:
     """Orbax and TensorStore raise many types, with messages of many lines."""
     try:
         yield
-    except CheckpointError:
-        raise
     except Exception as e:
         first = next(iter(str(e).splitlines()), "")
         raise CheckpointError(f"{folder} cannot be read by Orbax: {type(e).__name__}: {first[:300]}") from e

@@ -1,7 +1,7 @@
 """Safetensors files: checked headers, memory-mapped tensors, streamed writing.
 
-Our own reader because safetensors' NumPy reader knows no FP8 and copies every tensor.  A tensor read here is a view of the
-mapped file; ``release`` gives its pages back, so that the resident memory of a load is the model and not the model twice.
+Our own reader because safetensors' NumPy reader knows no FP8 and copies every tensor.  A tensor read here is a view of
+the mapped file; ``release`` gives its pages back, so that a load holds the model once and not twice.
 """
 
 import json

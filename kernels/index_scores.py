@@ -26,21 +26,29 @@ def index_scores(
     Returns:
       [R, Q, C] float32.
     """
-    product = jax.lax.dot_general(
-        _flat(query), keys.astype(query.dtype), (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )  # [R, Q * H, C]
-    R, Q, H, _ = query.shape
-    product = jax.nn.relu(product).reshape(R, Q, H, -1)
-    scores = jnp.sum(product * head_weights[..., None], axis=2)
+    keys = keys.astype(query.dtype)
+    scores = _all_heads(query, head_weights, keys) if query.shape[1] == 1 else _by_head(query, head_weights, keys)
     if key_scale is not None:
         scores = scores * key_scale[:, None]
     position = first + jnp.arange(keys.shape[1], dtype=jnp.int32)
     return jnp.where(position <= query_position[..., None], scores, -jnp.inf)
 
 
-def _flat(query: jax.Array) -> jax.Array:
-    R, Q, H, d = query.shape
-    return query.reshape(R, Q * H, d)
+def _all_heads(query: jax.Array, head_weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """One query per request: its heads are the rows of a matrix product."""
+    product = jnp.einsum("rqhd,rcd->rqhc", query, keys, preferred_element_type=jnp.float32)
+    return jnp.sum(jax.nn.relu(product) * head_weights[..., None], axis=2)
+
+
+def _by_head(query: jax.Array, head_weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """Many queries: one head after the other, so that no [Q, heads, C] array is made."""
+    R, Q, H, _ = query.shape
+
+    def add(h: jax.Array, scores: jax.Array) -> jax.Array:
+        product = jnp.einsum("rqd,rcd->rqc", query[:, :, h], keys, preferred_element_type=jnp.float32)
+        return scores + jax.nn.relu(product) * head_weights[:, :, h, None]
+
+    return jax.lax.fori_loop(0, H, add, jnp.zeros((R, Q, keys.shape[1]), jnp.float32))
 
 
 def index_scores_numpy(

@@ -1,8 +1,8 @@
 """Exact, deterministic top-k of index scores: ties go to the lowest position, missing entries are -1.
 
-The jnp form keeps a running selection while the context streams by in chunks, so no [tokens, context] array is ever held.
-With many rows it finds the k-th largest score by bisecting the bits of the floats and then compacts, all of it vectorised
-over rows; XLA's own top-k sorts each row on one core (spec/jax.md section 2).
+The jnp form keeps a running selection while the context streams by in chunks, so no [tokens, context] array is ever
+held.  With many rows it finds the k-th largest score by bisecting the bits of the floats and then compacts, all of it
+vectorised over rows; XLA's own top-k sorts each row on one core (spec/jax.md section 2).
 """
 
 import jax
