@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -22,7 +21,7 @@ from glmjax.demo import build_demo
 from glmjax.errors import ConfigError, RequestError
 from glmjax.options import EngineOptions, engine_options
 from glmjax.params import num_bytes
-from glmjax.programs import Programs, step_shapes
+from glmjax.programs import MAX_BANNED, Programs, step_shapes
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.clock import Clock
 from glmjax.serving.engine import Engine
@@ -290,7 +289,15 @@ def build_engine(
     )
     raw = tokenizer.raw if tokenizer else None
     runner = ProgramRunner(programs)
-    return Engine(scheduler, runner, raw, Clock(), vocab_size=config.vocab_size, seed=options.seed)
+    return Engine(
+        scheduler,
+        runner,
+        raw,
+        Clock(),
+        vocab_size=config.vocab_size,
+        max_banned_ids=MAX_BANNED,
+        seed=options.seed,
+    )
 
 
 def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -> int:
@@ -346,5 +353,3 @@ def enable_compilation_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(root / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
-
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

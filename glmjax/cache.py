@@ -6,11 +6,13 @@ A slot holds one token in every layer. The scheduler owns which request a slot b
 Letters: L layers, N indexers, S slots.
 """
 
-from typing import Literal
+import dataclasses
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 
 from glmjax import codec
 from glmjax.config import GLMConfig
@@ -61,7 +63,7 @@ def abstract_cache(
     wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
     narrow = codec.FP8 if fp8 else wide
 
-    def pool(stack: int, *width: int, dtype: jnp.dtype) -> jax.ShapeDtypeStruct:
+    def pool(stack: int, *width: int, dtype: DTypeLike) -> Any:
         return jax.ShapeDtypeStruct((stack, (num_blocks + 1) * block_size, *width), dtype)
 
     tiles = codec.num_tiles(config.kv_lora_rank)
@@ -93,7 +95,7 @@ def _write(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.
 
     def put(i: jax.Array | int, pool: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_slice_in_dim(rows, i, 1)[None]
-        start = (jnp.asarray(layer), slots[i], *([0] * (pool.ndim - 2)))
+        start = [jnp.asarray(layer), slots[i], *[jnp.int32(0)] * (pool.ndim - 2)]
         return jax.lax.dynamic_update_slice(pool, row, start)
 
     return jax.lax.fori_loop(0, rows.shape[0], put, pool) if rows.shape[0] > 1 else put(0, pool)
@@ -108,11 +110,12 @@ def _read(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Arra
 
 def insert_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array) -> KVCache:
     """Writes one layer's rows: slots [T] int32 (-1 dropped), latent [T, kv_lora], rope [T, rope]."""
-    cache = cache.replace(rope=_write(cache.rope, layer, slots, rope))
+    cache = dataclasses.replace(cache, rope=_write(cache.rope, layer, slots, rope))
     if cache.latent_scale is None:
-        return cache.replace(latent=_write(cache.latent, layer, slots, latent))
+        return dataclasses.replace(cache, latent=_write(cache.latent, layer, slots, latent))
     values, scale = codec.quantize_latent(latent.astype(jnp.bfloat16))
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         latent=_write(cache.latent, layer, slots, values),
         latent_scale=_write(cache.latent_scale, layer, slots, scale),
     )
@@ -121,9 +124,10 @@ def insert_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent:
 def insert_index_key(cache: KVCache, indexer: jax.Array | int, slots: jax.Array, key: jax.Array) -> KVCache:
     """Writes one indexer's keys: slots [T] int32 (-1 dropped), key [T, index_dim]."""
     if cache.index_scale is None:
-        return cache.replace(index_key=_write(cache.index_key, indexer, slots, key))
+        return dataclasses.replace(cache, index_key=_write(cache.index_key, indexer, slots, key))
     values, scale = codec.quantize_index_key(key.astype(jnp.bfloat16))
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         index_key=_write(cache.index_key, indexer, slots, values),
         index_scale=_write(cache.index_scale, indexer, slots, scale),
     )

@@ -6,6 +6,7 @@ These bytes are the format of the host pool and of the wire.  All functions work
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from glmjax.config import GLMConfig
 
@@ -79,7 +80,7 @@ def _bytes(x: jax.Array) -> jax.Array:
     return b if x.dtype.itemsize == 1 else b.reshape(*x.shape[:-1], -1)
 
 
-def _from_bytes(b: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def _from_bytes(b: jax.Array, dtype: DTypeLike) -> jax.Array:
     size = jnp.dtype(dtype).itemsize
     if size > 1:
         b = b.reshape(*b.shape[:-1], -1, size)

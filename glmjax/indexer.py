@@ -84,7 +84,7 @@ def _scan_context(
         return jnp.moveaxis(x.reshape(R, tiles, tile, *x.shape[2:]), 1, 0)
 
     chosen = jax.lax.map(
-        lambda part: _select_tile(config, cache, indexer, *part, batch, blocks),
+        lambda part: _select_tile(config, cache, indexer, part[0], part[1], part[2], batch, blocks),
         (cut(query), cut(weights), cut(positions, -1)),
     )  # [tiles, R, tile, K]
     return jnp.moveaxis(chosen, 0, 1).reshape(R, tiles * tile, -1)[:, :Q]

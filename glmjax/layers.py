@@ -5,16 +5,17 @@ Norms, rotary angles and softmax run in float32 whatever the activations' dtype 
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from glmjax.params import QUANT_BLOCK, QuantizedWeight, Weight
 
 
-def at_layer(stack: Weight, layer: jax.Array | int) -> Weight:
-    """One layer of a stacked weight: [L, ...] -> [...]."""
+def at_layer[T](stack: T, layer: jax.Array | int) -> T:
+    """One layer of a stacked weight or of a tree of them: [L, ...] -> [...]."""
     return jax.tree.map(lambda x: x[layer], stack)
 
 
-def dequantize(weight: QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
+def dequantize(weight: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
     """values * scale, [..., out, in], in ``dtype`` (spec/model.md 3.2)."""
     rows, columns = weight.values.shape[-2:]
     scale = jnp.repeat(weight.scale, QUANT_BLOCK, axis=-2)[..., :rows, :]
@@ -22,14 +23,14 @@ def dequantize(weight: QuantizedWeight, dtype: jnp.dtype) -> jax.Array:
     return (weight.values.astype(jnp.float32) * scale).astype(dtype)
 
 
-def as_array(weight: Weight, dtype: jnp.dtype) -> jax.Array:
+def as_array(weight: Weight, dtype: DTypeLike) -> jax.Array:
     """The weight as a plain array: [..., out, in] in ``dtype``."""
     if isinstance(weight, QuantizedWeight):
         return dequantize(weight, dtype)
     return weight.astype(dtype)
 
 
-def linear(x: jax.Array, weight: Weight, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def linear(x: jax.Array, weight: Weight, out_dtype: DTypeLike | None = None) -> jax.Array:
     """x Wᵀ: [..., in] times [out, in] -> [..., out], accumulated in float32; in x's dtype unless told otherwise."""
     out_dtype = out_dtype or x.dtype
     w = as_array(weight, x.dtype)

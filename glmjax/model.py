@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from glmjax.attention import attend, insert_kv, query_latent
 from glmjax.batch import TokenBatch, contiguous_batch
-from glmjax.cache import KVCache, make_cache
+from glmjax.cache import CacheDtype, KVCache, make_cache
 from glmjax.config import GLMConfig
 from glmjax.indexer import select
 from glmjax.layers import at_layer, linear, rms_norm, rope_angles, swiglu
@@ -78,6 +78,7 @@ def run_group(
     R, Q = batch.tokens.shape
     angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
     valid = batch.valid.reshape(-1)
+    slots: jax.Array | None = None
     for i, kind in enumerate(mlps):
         weights = at_layer(params.attention, layer + i)
         x = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
@@ -86,15 +87,18 @@ def run_group(
         if chosen is None:
             indexer_weights = at_layer(params.indexer, indexer)
             cache, chosen = select(indexer_weights, config, cache, indexer, x, latent, angles, batch)
-        if i == 0:
+        if slots is None:
             slots = batch.slots(jnp.maximum(chosen, 0).reshape(R, Q, -1)).reshape(chosen.shape)
             slots = jnp.where(chosen >= 0, slots, -1)
         hidden = hidden + attend(weights, config, cache, layer + i, latent, angles, slots)
         x = rms_norm(hidden, weights.output_norm, config.rms_norm_eps)
         if kind == "dense":
+            assert params.dense is not None
             hidden = hidden + swiglu(x, *(at_layer(w, layer + i) for w in (params.dense.gate_up, params.dense.down)))
         else:
+            assert params.moe is not None
             hidden = hidden + moe(params.moe, config, layer + i - config.first_k_dense_replace, x, valid)
+    assert chosen is not None  # an index group has at least its leader
     return cache, hidden, chosen
 
 
@@ -143,6 +147,6 @@ def forward(params: Params, tokens: jax.Array, config: GLMConfig) -> jax.Array:
       [B, S, V] float32.
     """
     B, S = tokens.shape
-    dtype = "float32" if params.embed.dtype == jnp.float32 else "bfloat16"
+    dtype: CacheDtype = "float32" if params.embed.dtype == jnp.float32 else "bfloat16"
     _, hidden, _ = run_layers(params, config, make_cache(config, B, S, dtype), contiguous_batch(tokens))
     return logits(params, hidden).reshape(B, S, -1)

@@ -4,6 +4,8 @@ Its KV and index keys are the last entries of the cache's stacks. Row i takes th
 position i and the embedding of token i + 1, and predicts token i + 2.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -74,10 +76,12 @@ def draft(
     last = jnp.arange(R) * Q + batch.length - 1
     cache, out, chosen = mtp_layer(params, config, cache, hidden, batch)
     out, shared = out[last], chosen[last] if config.index_share_for_mtp_iteration else None
-    tokens, scores = [], []
+    tokens: list[jax.Array] = []
+    scores: list[jax.Array] = []
     for step in range(num_drafts):
         if step:
-            row = batch.replace(
+            row = dataclasses.replace(
+                batch,
                 tokens=tokens[-1][:, None],
                 start=batch.start + batch.length - 1 + step,
                 length=jnp.ones_like(batch.length),

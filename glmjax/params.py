@@ -8,10 +8,13 @@ Letters: L layers, N indexers, M mixture-of-experts layers, D model width, H hea
 A linear weight is stored [..., out, in], as in the checkpoint.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.typing import DTypeLike
 
 from glmjax.config import GLMConfig
 
@@ -115,7 +118,7 @@ class Params:
 FLOAT32_WEIGHTS = frozenset({"head_weights", "router", "router_bias"})
 
 
-def abstract_params(config: GLMConfig, dtype: jnp.dtype, *, mtp: bool = True, quantized: bool = False) -> Params:
+def abstract_params(config: GLMConfig, dtype: DTypeLike, *, mtp: bool = True, quantized: bool = False) -> Params:
     """Shapes and dtypes of the tree, as ``jax.ShapeDtypeStruct`` leaves.
 
     Args:
@@ -131,17 +134,17 @@ def abstract_params(config: GLMConfig, dtype: jnp.dtype, *, mtp: bool = True, qu
     F, shared = config.moe_intermediate_size, config.moe_intermediate_size * config.n_shared_experts
     kv, rope = config.kv_lora_rank, config.qk_rope_head_dim
 
-    def array(*shape: int, dtype: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: DTypeLike = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def weight(*shape: int) -> Weight:
         if not quantized:
-            return array(*shape)  # type: ignore[return-value]
+            return array(*shape)
         *lead, rows, columns = shape
         blocks = (-(-rows // QUANT_BLOCK), -(-columns // QUANT_BLOCK))
         return QuantizedWeight(
-            array(*shape, dtype=jnp.float8_e4m3fn),  # type: ignore[arg-type]
-            array(*lead, *blocks, dtype=jnp.float32),  # type: ignore[arg-type]
+            array(*shape, dtype=jnp.float8_e4m3fn),
+            array(*lead, *blocks, dtype=jnp.float32),
         )
 
     f32 = jnp.float32
@@ -185,10 +188,10 @@ def abstract_params(config: GLMConfig, dtype: jnp.dtype, *, mtp: bool = True, qu
         mtp=MTPParams(array(D), array(D), array(D, 2 * D), array(D)) if mtp else None,
         final_norm=array(D),
         head=array(config.vocab_size, D),
-    )  # type: ignore[arg-type]
+    )
 
 
-def random_params(config: GLMConfig, dtype: jnp.dtype = jnp.float32, *, seed: int = 0, mtp: bool = True) -> Params:
+def random_params(config: GLMConfig, dtype: DTypeLike = jnp.float32, *, seed: int = 0, mtp: bool = True) -> Params:
     """A random model in which no part is degenerate, the same for the same seed on every platform.
 
     Matrices are normal with deviation 1/sqrt(in), norms 1 + 0.05 normal, biases 0.05 normal, embeddings normal.

@@ -51,7 +51,7 @@ def sparse_mla(
         return jnp.pad(x, extra, constant_values=value).reshape(tiles, tile, *x.shape[1:])
 
     inputs = (pad(query_latent), pad(query_rope), pad(rows, -1))
-    out, lse = jax.lax.map(lambda x: _tile(*x, gather, scale, chunk), inputs)
+    out, lse = jax.lax.map(lambda x: _tile(x[0], x[1], x[2], gather, scale, chunk), inputs)
     return out.reshape(tiles * tile, *out.shape[2:])[:T], lse.reshape(tiles * tile, -1)[:T]
 
 
