@@ -9,7 +9,7 @@ A folder that is written appears whole or not at all.
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -127,6 +127,20 @@ def convert(
         for name in SIDE_FILES:
             if (Path(src) / name).is_file():
                 shutil.copyfile(Path(src) / name, folder / name)
+
+
+def time_loads(folders: Iterable[str | Path], dtype: str, clock: Callable[[], float]) -> dict[str, float]:
+    """Seconds that each checkpoint takes to load, by path.
+
+    Args:
+      clock: tells the time in seconds; nothing below serving reads one itself.
+    """
+    seconds = {}
+    for folder in folders:
+        start = clock()
+        load_checkpoint(folder, dtype, progress=False)
+        seconds[str(folder)] = clock() - start
+    return seconds
 
 
 def stored_dtype(path: str | Path) -> str:

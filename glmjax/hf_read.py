@@ -142,7 +142,8 @@ class HFReader:
         for name in self.files.tensors:
             found = re.fullmatch(r"model\.layers\.(\d+)\.input_layernorm\.weight", name)
             index = int(found[1]) if found else -1
-            is_mtp = index == layers and f"model.layers.{index}.eh_proj.weight" in self.files
+            has_projection = f"model.layers.{index}.eh_proj.weight" in self.files
+            is_mtp = index == layers and (self.config.num_nextn_predict_layers > 0 or has_projection)
             if index >= layers and not is_mtp:
                 raise CheckpointError(
                     f"{self.files.folder} holds layer {index}, but its config.json has num_hidden_layers={layers}:"

@@ -1,8 +1,8 @@
 """The parameter tree as an Orbax checkpoint: our own format, one array per stacked leaf, readable into any sharding.
 
-A folder is ``config.json`` and ``params/``, which Orbax owns.  We have it write each array as one uncompressed chunk, so that
-``load_checkpoint`` maps the files instead of reading them: on the CPU backend the page cache is the model, elsewhere the
-transfer reads from it.  What was stored in any other way (by a sharded program, say) is restored by Orbax.
+A folder is ``config.json`` and ``params/``, which Orbax owns.  We have it write each array as one uncompressed chunk,
+so that reading can map the files: on the CPU backend the page cache is the model, elsewhere the transfer reads from it.
+What was stored in any other way (by a sharded program, say) is restored by Orbax.
 """
 
 import logging
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from glmjax.config import GLMConfig
@@ -19,8 +20,8 @@ from glmjax.errors import CheckpointError
 from glmjax.hf_names import FP8_LEAVES, dotted, map_named
 from glmjax.hf_write import check_fit, write_configs
 from glmjax.params import FLOAT32_WEIGHTS, Params, abstract_params, num_bytes
-from glmjax.placement import Region, aligned_empty, place
-from glmjax.zarr_map import map_arrays
+from glmjax.placement import aligned_empty, place
+from glmjax.zarr_map import find_arrays
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -50,7 +51,7 @@ def write_orbax(config: GLMConfig, params: Params, folder: Path, dtype: np.dtype
     with _quiet(), _checkpointer() as checkpointer:
         checkpointer.save(
             folder.absolute() / FOLDER,
-            args=ocp.args.PyTreeSave(item=_nested(params), save_args=_nested(map_named(save_args, params))),
+            args=ocp.args.PyTreeSave(item=_nested(params), save_args=_nested(params, map_named(save_args, params))),
         )
     write_configs(config, params, folder, dtype)
 
@@ -66,9 +67,9 @@ class OrbaxReader:
     def __init__(self, folder: Path, config: GLMConfig, dtype: np.dtype[Any], *, mtp: bool):
         self.config = config
         self._folder = folder.absolute() / FOLDER
-        self._mapped = map_arrays(self._folder)
-        # Arrays, or what Orbax says of them: both have shape and dtype.
-        self._stored: dict[str, Any] = self._metadata() if self._mapped is None else self._mapped
+        self._files = find_arrays(self._folder)
+        # Ours or Orbax's description of an array: both have shape and dtype.
+        self._stored: dict[str, Any] = self._metadata() if self._files is None else dict(self._files)
         has_mtp = any(path.startswith("mtp.") for path in self._stored)
         if has_mtp and not config.num_nextn_predict_layers:
             raise CheckpointError(f"{self._folder} holds an MTP layer that its config.json lacks")
@@ -81,12 +82,14 @@ class OrbaxReader:
 
     def read(self, shardings: Params | None, advance: Callable[[int], None]) -> Params:
         """The tree; arguments as of ``HFReader.read``."""
-        if self._mapped is None:
+        if self._files is None:
             return self._restore(shardings, advance)
-        mapped = self._mapped
+        files = self._files
 
         def load(path: str, leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
-            array = place(leaf, sharding, lambda region: _as_dtype(mapped[path][region], leaf.dtype))
+            if _is_empty(leaf):
+                return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+            array = place(leaf, sharding, lambda region: _as_dtype(files[path].open()[region], leaf.dtype))
             advance(array.nbytes)
             return array
 
@@ -108,13 +111,19 @@ class OrbaxReader:
                 self._folder,
                 args=ocp.args.PyTreeRestore(
                     item=_nested(self.abstract),
-                    restore_args=_nested(jax.tree.map(restore_args, self.abstract, shardings)),
+                    restore_args=_nested(self.abstract, jax.tree.map(restore_args, self.abstract, shardings)),
                     partial_restore=True,
                 ),
             )
         advance(num_bytes(self.abstract))
         arrays = _flat(restored)
-        return map_named(lambda path, _: arrays[path], self.abstract)
+        return map_named(
+            lambda path, leaf, sharding: (
+                arrays[path] if path in arrays else jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+            ),
+            self.abstract,
+            shardings,
+        )
 
     def _metadata(self) -> dict[str, Any]:
         with _one_line_errors(self._folder), _checkpointer() as checkpointer:
@@ -129,6 +138,8 @@ class OrbaxReader:
 
     def _check_leaf(self, path: str, leaf: jax.ShapeDtypeStruct) -> None:
         stored = self._stored.get(path)
+        if _is_empty(leaf):
+            return
         if stored is None:
             raise CheckpointError(f"{self._folder} lacks {path}, which its config.json calls for")
         if tuple(stored.shape) != leaf.shape:
@@ -146,15 +157,27 @@ def _as_dtype(view: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
     return out
 
 
-def _nested(tree: Params) -> dict[str, Any]:
-    """The tree as plain dicts without the parts that are None: what is stored does not depend on our classes."""
+def _is_empty(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """No elements, which Orbax refuses to store: the shared experts of a model without any."""
+    return 0 in leaf.shape
+
+
+def _nested(tree: Params, values: Params | None = None) -> dict[str, Any]:
+    """The tree as plain dicts without the parts that are None or empty: what is stored does not depend on our classes.
+
+    Args:
+      values: what to put in place of the leaves.
+    """
     out: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, leaf), value in zip(leaves, jax.tree.leaves(tree if values is None else values), strict=True):
+        if _is_empty(leaf):
+            continue
         *parents, name = dotted(path).split(".")
         level = out
         for parent in parents:
             level = level.setdefault(parent, {})
-        level[name] = leaf
+        level[name] = value
     return out
 
 

@@ -1,4 +1,4 @@
-"""Host memory to arrays: what is filled on the host becomes a JAX array, whole or in the parts that a sharding asks for."""
+"""Host memory to arrays: what is filled on the host becomes a JAX array, whole or in the parts of a sharding."""
 
 import math
 from collections import defaultdict

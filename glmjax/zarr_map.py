@@ -1,9 +1,9 @@
-"""Zarr arrays of one uncompressed chunk, as views of the mapped file: the chunk is the array, byte for byte."""
+"""Zarr arrays of one uncompressed chunk, mapped from the disk: the chunk is the array, byte for byte."""
 
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -13,19 +13,34 @@ from glmjax.errors import CheckpointError
 _EXTENDED = {"bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn}
 
 
-def map_arrays(folder: Path) -> dict[str, np.ndarray] | None:
-    """Read-only views of all arrays in a folder, by name; None if one is stored in any other way.
+class StoredArray(NamedTuple):
+    """An array whose bytes are one whole file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def open(self) -> np.ndarray:
+        """A read-only view of the mapped file, whose pages are given back when the view goes."""
+        return np.asarray(np.memmap(self.file, self.dtype, "r", shape=self.shape))
+
+
+def find_arrays(folder: Path) -> dict[str, StoredArray] | None:
+    """All arrays in a folder, by name; None if there are none or one is stored in any other way.
 
     Raises:
       CheckpointError: an array is damaged.
     """
-    found = sorted(folder.glob("*/.zarray"))
-    arrays = {header.parent.name: _map_array(header) for header in found}
-    mapped = {name: array for name, array in arrays.items() if array is not None}
-    return mapped if mapped and len(mapped) == len(arrays) else None
+    arrays: dict[str, StoredArray] = {}
+    for header in sorted(folder.glob("*/.zarray")):
+        array = _describe(header)
+        if array is None:
+            return None
+        arrays[header.parent.name] = array
+    return arrays or None
 
 
-def _map_array(header: Path) -> np.ndarray | None:
+def _describe(header: Path) -> StoredArray | None:
     try:
         meta: dict[str, Any] = json.loads(header.read_text())
         shape = tuple(int(size) for size in meta["shape"])
@@ -34,15 +49,14 @@ def _map_array(header: Path) -> np.ndarray | None:
         chunks, separator = tuple(meta["chunks"]), meta.get("dimension_separator", ".")
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{header} is not a valid Zarr header") from None
-    if not plain or chunks != shape or not shape:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not plain or chunks != shape or not num_bytes:
         return None
     file = header.parent / separator.join("0" * len(shape))
     if not file.is_file():
-        raise CheckpointError(f"{file} not found, but {header} calls for it")
-    expected, size = math.prod(shape) * dtype.itemsize, file.stat().st_size
-    if size != expected:
-        raise CheckpointError(
-            f"{file} is damaged: {list(shape)} {dtype.name} needs {expected} bytes, the file has {size}"
-        )
-    # Not an np.memmap, which JAX would copy as a subclass.
-    return np.asarray(np.memmap(file, dtype, "r", shape=shape)) if size else np.empty(shape, dtype)
+        raise CheckpointError(f"{file} not found, but {header.name} beside it calls for it")
+    size = file.stat().st_size
+    if size != num_bytes:
+        what = f"{list(shape)} {dtype.name}"
+        raise CheckpointError(f"{file} is damaged: {what} needs {num_bytes} bytes, the file has {size}")
+    return StoredArray(file, shape, dtype)

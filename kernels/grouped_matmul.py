@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+UNROLL_PAIRS = 8  # up to here pairs are not grouped
 ExpertFunction = Callable[[jax.Array, jax.Array], jax.Array]  # (expert id, rows [B, D]) -> [B, D]
 
 
@@ -26,6 +27,8 @@ def grouped_apply(x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: 
       [T, k, D]: output of token t's j-th expert.
     """
     T, k = expert_ids.shape
+    if T * k <= UNROLL_PAIRS:
+        return _apply_pairs(x, expert_ids, apply)
     tile = tile_rows(T * k, num_experts)
     places, tile_experts, num_tiles, max_tiles = group_by_expert(expert_ids.reshape(-1), num_experts, tile)
     # Row of x for every place of the tiled order; unused places read row 0 and are never read back.
@@ -38,6 +41,13 @@ def grouped_apply(x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: 
 
     out = jax.lax.fori_loop(0, num_tiles, one, jnp.zeros((max_tiles * tile, x.shape[1]), x.dtype))
     return out.at[places].get(mode="fill", fill_value=0).reshape(T, k, -1)
+
+
+def _apply_pairs(x: jax.Array, expert_ids: jax.Array, apply: ExpertFunction) -> jax.Array:
+    """Pair by pair, unrolled: the experts' weights are then read by all cores at once, not one expert after another."""
+    T, k = expert_ids.shape
+    out = [apply(jnp.maximum(expert_ids[t, j], 0), x[t : t + 1]) for t in range(T) for j in range(k)]
+    return jnp.where(expert_ids[..., None] >= 0, jnp.concatenate(out).reshape(T, k, -1), 0)
 
 
 def tile_rows(pairs: int, num_experts: int) -> int:

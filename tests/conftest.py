@@ -1,7 +1,7 @@
 """What every test runs under: eight CPU devices, full-precision matmuls, compiled programs kept from run to run.
 
-All of it is said through environment variables and before jax is imported, so that servers which tests start as processes
-run the same way, and so that whoever starts pytest can say otherwise.
+All of it is said through environment variables and before jax is imported, so that servers which tests start as
+processes run the same way, and so that whoever starts pytest can say otherwise.
 """
 
 import os
@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-CACHE = Path(__file__).parents[1] / ".cache" / "jax"
+CACHE = Path(__file__).parents[1] / ".cache"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("GLMJAX_CACHE", str(CACHE))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 # The same examples on every run, and no time limit for one: the first compiles.
 settings.register_profile("ci", derandomize=True, deadline=None)

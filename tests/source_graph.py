@@ -1,11 +1,12 @@
 """The repository's sources and what they import, read with ``ast``; nothing is executed.
 
-``test_house.py`` asks it about levels and circles, ``test_build_file.py`` about Bazel targets.  A file is read once, by the
-path under ``glmjax/`` (three of the folders there are links), and is named by its module: ``glmjax.kernels.topk``.
+``test_house.py`` asks it about levels and circles, ``test_build_file.py`` about Bazel targets.  A file is read once, by
+its path under ``glmjax/`` (three of the folders there are links), and is named by its module: ``glmjax.kernels.topk``.
 """
 
 import ast
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LINKED = ("kernels", "sharding", "serving")
+DYNAMIC_IMPORTS = ("import_module", "__import__")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,12 @@ class Source:
     text: str
 
     def tree(self) -> ast.Module:
-        return ast.parse(self.text, filename=self.path)
+        return _parsed(self.text, self.path)
+
+
+@functools.cache
+def _parsed(text: str, path: str) -> ast.Module:
+    return ast.parse(text, filename=path)
 
 
 def files_under(folder: Path) -> Iterator[Path]:
@@ -122,9 +129,6 @@ def imports_of(source: Source, sources: Mapping[str, Source]) -> list[Import]:
 
     visit(source.tree(), False)
     return found
-
-
-DYNAMIC_IMPORTS = ("import_module", "__import__")
 
 
 def _named(module: str, line: int, typing_only: bool) -> Import:

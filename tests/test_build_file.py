@@ -1,10 +1,11 @@
 """BUILD says what the sources say: every file in one target, and each target's deps are what its files import.
 
-BUILD is Starlark that is also Python, so it is executed here with rules that only take note of how they were called.  Where
-a list is wrong, the failure prints the right one.
+BUILD is Starlark that is also Python, so it is executed here with rules that only take note of how they were called.
+Where a list is wrong, the failure prints the right one.
 """
 
 import dataclasses
+import functools
 import re
 import tomllib
 from collections.abc import Callable
@@ -80,7 +81,12 @@ def wanted_deps(target: Target, targets: list[Target], root: Path) -> set[str]:
             ours.add(source.module)
         paths = {"/".join(name.split(".")[:depth]) for name in ours for depth in range(1, name.count(".") + 2)}
         wanted |= {f":{owner[path]}" for path in paths if path in owner and owner[path] != target.name}
-        wanted |= {label_of(item) for item in imports if not item.is_ours and item.module not in local}
+        for_tests = src.startswith("tests/")
+        wanted |= {
+            label_of(item, for_tests)
+            for item in imports
+            if not item.is_ours and not (for_tests and item.module in local)
+        }
     return wanted - {""}
 
 
@@ -88,22 +94,28 @@ def module_path(src: str) -> str:
     return src.removesuffix(".py").removesuffix("/__init__")
 
 
-def label_of(item: Import) -> str:
+def label_of(item: Import, for_tests: bool) -> str:
     """``@pypi//name`` of the requirement that an import comes from; empty for what only a GPU needs."""
-    needed, for_gpu = requirements()
-    offers = {normal(name) for name in packages_distributions().get(item.module, [item.module])}
+    base, dev, for_gpu = requirements()
+    needed = base | dev if for_tests else base
+    offers = {normal(name) for name in installed().get(item.module, [item.module])}
     if offers & for_gpu:
         return ""
     assert offers & needed, f"{item.module} is imported and pyproject.toml requires none of {sorted(offers)}"
     return f"@pypi//{min(offers & needed)}"
 
 
-def requirements() -> tuple[set[str], set[str]]:
-    """What pyproject.toml asks for everywhere, and what it asks for on a GPU alone."""
+@functools.cache
+def installed() -> dict[str, list[str]]:
+    return dict(packages_distributions())
+
+
+def requirements() -> tuple[set[str], set[str], set[str]]:
+    """What pyproject.toml asks for everywhere, for development, and on a GPU alone."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    base = {normal(text) for text in (*project["dependencies"], *extras["dev"])}
-    return base, {normal(text) for text in extras["cuda12"]} - base
+    base, dev, gpu = ({normal(t) for t in ts} for ts in (project["dependencies"], extras["dev"], extras["cuda12"]))
+    return base, dev, gpu - base
 
 
 def normal(requirement: str) -> str:
@@ -127,12 +139,12 @@ def test_deps_are_the_imports(target: Target) -> None:
 
 
 def test_every_file_is_in_one_target() -> None:
-    listed = [file for target in TARGETS for file in (*target.srcs, *target.data) if not file.startswith("tests/data")]
+    listed = [file for target in TARGETS for file in (*target.srcs, *(target.data if target.rule != "py_test" else ()))]
     assert len(listed) == len(set(listed)), sorted({file for file in listed if listed.count(file) > 1})
     package = {file.relative_to(ROOT).as_posix() for file in files_under(ROOT / "glmjax")}
     tests = {source.path for source in loose_sources("tests")}
-    assert {file for file in listed if file.startswith(("glmjax/", "tests/"))} == package | tests
-    assert all((ROOT / file).is_file() for file in listed)
+    assert set(listed) == package | tests
+    assert all((ROOT / file).is_file() for target in TARGETS for file in target.data)
     assert all(target.main in target.srcs for target in TARGETS if target.rule != "py_library")
 
 
@@ -148,7 +160,8 @@ def test_pinned_versions_cover_the_requirements() -> None:
     """@pypi is made from constraints.txt, which therefore pins every requirement, by version and by nothing else."""
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][\w.]*", line) for line in lines)
-    assert requirements()[0] <= {normal(line) for line in lines}
+    base, dev, _ = requirements()
+    assert base | dev <= {normal(line) for line in lines}
 
 
 def test_a_wrong_build_file_is_seen(tmp_path: Path) -> None:
@@ -171,4 +184,4 @@ py_library(name = "high", srcs = glob(["glmjax/*/**/*.py"]), deps = [":low"])
     assert wanted_deps(low, targets, tmp_path) == set()
     assert wanted_deps(high, targets, tmp_path) == {":low", "@pypi//jax"}
     with pytest.raises(NameError):
-        read_build(text.replace("load(", "package() or (", 1).replace('"py_library")', '"x")', 1), tmp_path)
+        read_build('py_library(name = "never_loaded", srcs = [], deps = [])', tmp_path)

@@ -1,0 +1,143 @@
+"""What a user installs: the wheel holds the whole package, and in a new environment it serves a request.
+
+The new environment holds glmjax alone and borrows its requirements, by a path file, from the environment that runs the
+test: that is quick and needs no download.  GLMJAX_TEST_FULL_INSTALL=1 has pip fetch them instead, at the versions of
+constraints.txt.
+"""
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import distribution
+from pathlib import Path
+
+import openai
+import pytest
+from source_graph import LINKED, ROOT, files_under
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (ROOT / "kernels").exists(), reason="needs a checkout, and this is Bazel's sandbox"),
+]
+
+NEEDED = ("glmjax", *LINKED, "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "constraints.txt")
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(word) for word in command], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A wheel built from the tree and one built from the source archive, in a copy that no old build has touched."""
+    place = tmp_path_factory.mktemp("build")
+    tree = place / "tree"
+    tree.mkdir()
+    for name in NEEDED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tree)
+    run(sys.executable, "-m", "build", "--outdir", place / "by_archive", tree, cwd=place)
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", place / "by_tree", tree, cwd=place)
+    (by_tree,), (by_archive,) = (sorted((place / name).glob("*.whl")) for name in ("by_tree", "by_archive"))
+    return by_tree, by_archive
+
+
+@pytest.fixture(scope="module")
+def environment(wheels: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new virtual environment with the wheel in it."""
+    place = tmp_path_factory.mktemp("user") / "env"
+    venv.create(place, symlinks=True)
+    python = place / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
+    if os.environ.get("GLMJAX_TEST_FULL_INSTALL"):
+        run(*pip, wheels[0], "--constraint", ROOT / "constraints.txt", cwd=place)
+    else:
+        run(*pip, "--no-deps", wheels[0], cwd=place)
+        own = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).strip()
+        Path(own, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return place
+
+
+def test_wheels_hold_the_package_and_nothing_else(wheels: tuple[Path, Path]) -> None:
+    tree = {file.relative_to(ROOT).as_posix() for file in files_under(ROOT / "glmjax")}
+    for wheel in wheels:
+        names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+        assert names == tree
+    assert {"glmjax/py.typed", "glmjax/kernels/__init__.py", "glmjax/sharding/__init__.py"} <= tree
+    assert any(re.fullmatch(r"glmjax/serving/\w+\.jinja", name) for name in tree)
+
+
+def test_wheel_says_what_it_is(wheels: tuple[Path, Path]) -> None:
+    archive = zipfile.ZipFile(wheels[0])
+    (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+    assert "License-Expression: Apache-2.0" in metadata
+    assert any(name.endswith("dist-info/licenses/LICENSE") for name in archive.namelist())
+    version = re.search(r"^Version: (.*)$", metadata, re.MULTILINE)
+    assert version and version[1] == importlib.import_module("glmjax").__version__
+
+
+def test_editable_install_is_this_tree() -> None:
+    origin = json.loads(distribution("glmjax").read_text("direct_url.json") or "{}")
+    if not origin.get("dir_info", {}).get("editable"):
+        pytest.skip("glmjax is installed from a wheel here")
+    for name in LINKED:
+        module = importlib.import_module(f"glmjax.{name}")
+        assert os.path.samefile(str(module.__file__), ROOT / name / "__init__.py")
+
+
+def test_installed_package_is_the_wheels(environment: Path) -> None:
+    code = "import glmjax, glmjax.kernels as k, glmjax.serving as s; print(glmjax.__file__, k.__file__, s.__file__)"
+    files = run(environment / "bin" / "python", "-c", code, cwd=environment).split()
+    assert len(files) == 3
+    assert all(Path(file).is_relative_to(environment) for file in files), files
+    for name in LINKED:
+        answer = subprocess.run(
+            [environment / "bin" / "python", "-c", f"import {name}"], cwd=environment, capture_output=True, check=False
+        )
+        assert answer.returncode != 0, f"the wheel brought a top-level package {name}"
+
+
+@pytest.fixture(scope="module")
+def url(environment: Path) -> Iterator[str]:
+    """The address of ``glmjax serve demo``, started with the wheel's command outside the repository."""
+    log = environment.parent / "server.log"
+    settings = {**os.environ, "GLMJAX_CACHE": str(environment.parent / "cache"), "PYTHONUNBUFFERED": "1"}
+    command = [environment / "bin" / "glmjax", "serve", "demo", "--port", "0", "--max-model-len", "512"]
+    with log.open("w") as errors:
+        server = subprocess.Popen(
+            command, cwd=environment.parent, env=settings, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    assert server.stdout
+    try:
+        lines = []
+        for line in server.stdout:
+            lines.append(line)
+            if found := re.search(r"Serving .* on (http://127\.0\.0\.1:\d+)", line):
+                break
+        assert lines and found, f"no address: {lines}\n{log.read_text()[-2000:]}"
+        yield found[1]
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+
+
+def test_wheel_serves_a_request(url: str) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        (model,) = client.models.list().data
+        answer = client.chat.completions.create(
+            model=model.id, messages=[{"role": "user", "content": "Hello"}], max_tokens=8, temperature=0
+        )
+    assert answer.usage and answer.usage.completion_tokens == 8
+    assert answer.choices[0].finish_reason == "length"
