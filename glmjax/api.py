@@ -1,6 +1,7 @@
 """The Python front doors: ``LLM`` for offline work and ``serve`` for the OpenAI-compatible server."""
 
 import json
+import operator
 import os
 import sys
 import tempfile
@@ -87,17 +88,17 @@ class LLM:
         try:
             for i, (ids, text, sampling) in enumerate(requests):
                 handles.append(self._engine.submit(ids, sampling, f"{batch}-{i}", prompt=text))
-        except RequestError:
+            with _progress("Generating", show=use_tqdm) as progress:
+                task = progress.add_task("Generating", total=len(handles))
+                while self._engine.has_work:
+                    self._engine.step()
+                    progress.update(task, completed=sum(h.finished for h in handles))
+        except BaseException:  # Ctrl-C too: the next call must find nothing of this one
             for handle in handles:
                 self._engine.abort(handle.request_id)
             while self._engine.has_work:
                 self._engine.step()
             raise
-        with _progress("Generating", show=use_tqdm) as progress:
-            task = progress.add_task("Generating", total=len(handles))
-            while self._engine.has_work:
-                self._engine.step()
-                progress.update(task, completed=sum(h.finished for h in handles))
         return [handle.result(timeout=0) for handle in handles]
 
     def chat(
@@ -335,10 +336,17 @@ def _generation_config(path: Path, config: GLMConfig) -> tuple[dict[str, Any], t
 def _prompt_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]
-    return prompts
+    try:
+        prompts = list(prompts)
+    except TypeError:
+        raise RequestError(f"a prompt is text, token ids or a mapping, got {prompts!r}", "prompt") from None
+    if not prompts:
+        return []
+    try:
+        operator.index(prompts[0])
+    except TypeError:
+        return prompts
+    return [prompts]
 
 
 def _progress(title: str, show: bool = True) -> Progress:
@@ -352,4 +360,3 @@ def enable_compilation_cache() -> None:
     root = Path(os.environ.get("GLMJAX_CACHE") or Path.home() / ".cache" / "glmjax")
     jax.config.update("jax_compilation_cache_dir", str(root / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-

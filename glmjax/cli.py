@@ -165,7 +165,10 @@ def convert(
 
 
 @app.command()
-def demo(target: Annotated[Path, typer.Argument(help="Folder to write.")], seed: int = 0) -> None:
+def demo(
+    target: Annotated[Path, typer.Argument(help="Folder to write.")],
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
     """Write the demo checkpoint: small, random, deterministic."""
     from glmjax.demo import build_demo
 

@@ -19,7 +19,7 @@ from glmjax.blockfp8 import dequantize, scale_shape
 from glmjax.config import GLMConfig
 from glmjax.errors import CheckpointError
 from glmjax.hf_names import FP8_LEAVES, HALVES, SCALE_SUFFIX, Piece, map_named, pieces, split_kv_b, tensor_shape
-from glmjax.params import Params, abstract_params
+from glmjax.params import QUANT_BLOCK, Params, abstract_params
 from glmjax.placement import Region, aligned_empty, place
 from glmjax.safetensors_io import TensorFiles
 
@@ -27,6 +27,7 @@ Advance = Callable[[int], None]  # told the bytes just placed
 
 _PLAIN = ("F32", "BF16", "F16")
 _THREADS = 8
+_BLOCK_BYTES = 32 << 20  # of a tensor in hand, per thread
 
 
 class HFReader:
@@ -96,12 +97,23 @@ class HFReader:
         scale_name = piece.name + SCALE_SUFFIX
         name = scale_name if part == "scale" else piece.name
         tensor = self.files.read(name)
-        if not part and scale_name in self.files:
-            tensor = dequantize(tensor, self.files.read(scale_name))
+        scale = self.files.read(scale_name) if not part and scale_name in self.files else None
         if piece.leaf in HALVES:
-            tensor = split_kv_b(self.config, piece.leaf, tensor)
-        np.copyto(target, tensor[window], casting="unsafe")
-        self.files.release(name)
+            whole = tensor if scale is None else dequantize(tensor, scale)
+            np.copyto(target, split_kv_b(self.config, piece.leaf, whole)[window], casting="unsafe")
+            self.files.release(name, slice(0, len(tensor)))
+            return
+        rows, *rest = window
+        step = max(1, _BLOCK_BYTES * len(tensor) // tensor.nbytes // QUANT_BLOCK) * QUANT_BLOCK
+        for first in range(rows.start - rows.start % QUANT_BLOCK, rows.stop, step):
+            block = slice(first, min(first + step, rows.stop))
+            values = tensor[block]
+            if scale is not None:
+                values = dequantize(values, scale[first // QUANT_BLOCK :])
+            wanted = max(first, rows.start)
+            source = values[(slice(wanted - first, None), *rest)]
+            np.copyto(target[wanted - rows.start : block.stop - rows.start], source, casting="unsafe")
+            self.files.release(name, block)
 
     # Checks.
 

@@ -18,7 +18,7 @@ from glmjax.params import IndexerParams
 
 KEY_NORM_EPS = 1e-6  # the indexer's own, not the model's (spec/model.md 2.4)
 CONTEXT_CHUNK = 2048  # keys of a chunk at most
-CHUNK_KEYS = 8192  # keys of a chunk at most, over all requests
+CHUNK_KEYS = 16384  # keys of a chunk at most, over all requests
 TILE_SCORES = 1 << 18  # scores held at once: 1 MiB
 
 

@@ -84,7 +84,7 @@ def draft(
                 batch,
                 tokens=tokens[-1][:, None],
                 start=batch.start + batch.length - 1 + step,
-                length=jnp.ones_like(batch.length),
+                length=jnp.minimum(batch.length, 1),  # padding rows stay padding
             )
             cache, out, _ = mtp_layer(params, config, cache, out, row, shared)
         scores.append(logits(params, out))

@@ -1,6 +1,7 @@
 """How to run a model: the options that ``LLM``, ``serve`` and the command line share, checked once."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from glmjax.errors import ConfigError
@@ -45,8 +46,12 @@ class EngineOptions:
         _one_of("policy", self.policy, ("fcfs", "priority"))
         for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks", "max_model_len"):
             _whole(field, getattr(self, field), least=2 if field == "max_model_len" else 1)
-        if self.kv_cache_gib is not None and not self.kv_cache_gib > 0:
-            raise ConfigError(f"kv_cache_gib must be positive, got {self.kv_cache_gib!r}")
+        _whole("seed", self.seed)
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
+        gib = self.kv_cache_gib
+        if gib is not None and not (isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 < gib < math.inf):
+            raise ConfigError(f"kv_cache_gib must be a positive number, got {gib!r}")
 
     @property
     def cache_dtype(self) -> Literal["fp8_ds_mla", "bfloat16", "float32"]:
@@ -88,8 +93,9 @@ def _one_of(field: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{field} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def _whole(field: str, value: Any, least: int) -> None:
+def _whole(field: str, value: Any, least: int | None = None) -> None:
     if value is None and field in ("num_device_blocks", "max_model_len"):
         return
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{field} must be a whole number of at least {least}, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
+        rule = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{field} must be a whole number{rule}, got {value!r}")

@@ -121,11 +121,13 @@ class TensorFiles:
         flat = np.frombuffer(buffer, DTYPES[info.code], math.prod(info.shape), info.start)
         return flat.reshape(info.shape)
 
-    def release(self, name: str) -> None:
-        """Drops the resident pages of a tensor; a later read fetches them again."""
+    def release(self, name: str, rows: slice) -> None:
+        """Drops the resident pages of some rows of a tensor; a later read fetches them again."""
         info = self.tensors[name]
-        start = info.start - info.start % mmap.PAGESIZE
-        self._map(info.file).madvise(mmap.MADV_DONTNEED, start, info.start + info.num_bytes - start)
+        row_bytes = info.num_bytes // info.shape[0]
+        start, stop = info.start + rows.start * row_bytes, info.start + rows.stop * row_bytes
+        start -= start % mmap.PAGESIZE
+        self._map(info.file).madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:

@@ -51,9 +51,12 @@ def _apply_pairs(x: jax.Array, expert_ids: jax.Array, apply: ExpertFunction) -> 
 
 
 def tile_rows(pairs: int, num_experts: int) -> int:
-    """Rows of a tile: a power of two near the mean group, so that most groups are one tile and little is padding."""
-    mean = max(1, pairs // num_experts)
-    return int(min(128, 1 << (mean - 1).bit_length()))
+    """Rows of a tile: a power of two from 8, near the mean group.
+
+    Small tiles cost as much as their expert's weights, so most groups should be one tile; large ones cost their padding.
+    """
+    mean = -(-pairs // num_experts)
+    return min(128, max(8, 1 << (mean - 1).bit_length()))
 
 
 def group_by_expert(expert_ids: jax.Array, num_experts: int, tile: int) -> tuple[jax.Array, jax.Array, jax.Array, int]:

@@ -35,9 +35,11 @@ def index_scores(
 
 
 def _all_heads(query: jax.Array, head_weights: jax.Array, keys: jax.Array) -> jax.Array:
-    """One query per request: its heads are the rows of a matrix product."""
-    product = jnp.einsum("rqhd,rcd->rqhc", query, keys, preferred_element_type=jnp.float32)
-    return jnp.sum(jax.nn.relu(product) * head_weights[..., None], axis=2)
+    """One query per request: a product of the keys with its heads, then one with the heads' weights."""
+    product = jnp.einsum("rcd,rhd->rch", keys, query[:, 0], preferred_element_type=jnp.float32)
+    # The barrier keeps the two products apart: fused, they run at half the speed on a CPU.
+    product = jax.lax.optimization_barrier(jax.nn.relu(product))
+    return jnp.einsum("rch,rh->rc", product, head_weights[:, 0], precision="highest")[:, None]
 
 
 def _by_head(query: jax.Array, head_weights: jax.Array, keys: jax.Array) -> jax.Array:

@@ -62,8 +62,8 @@ def _tile(
     chunks = -(-rows.shape[1] // chunk)
     if chunks == 1:
         scores, latent = _scores(query_latent, query_rope, rows, gather, scale)
-        total, lse = _softmax(scores)
-        out = jnp.einsum("thk,tkd->thd", total, latent, preferred_element_type=jnp.float32)
+        weights, lse = _softmax(scores)
+        out = _weighted(weights, latent, lse)
         return out.astype(query_latent.dtype), lse
 
     rows = jnp.pad(rows, [(0, 0), (0, chunks * chunk - rows.shape[1])], constant_values=-1)
@@ -74,8 +74,7 @@ def _tile(
         part = jax.lax.dynamic_slice_in_dim(rows, i * chunk, chunk, axis=1)
         scores, latent = _scores(query_latent, query_rope, part, gather, scale)
         weights, part_lse = _softmax(scores)
-        part_out = jnp.einsum("thk,tkd->thd", weights, latent, preferred_element_type=jnp.float32)
-        return merge_by_lse(out, lse, part_out, part_lse)
+        return merge_by_lse(out, lse, _weighted(weights, latent, part_lse), part_lse)
 
     start = (jnp.zeros((t, H, latent_dim), jnp.float32), jnp.full((t, H), -jnp.inf))
     out, lse = jax.lax.fori_loop(0, (used + chunk - 1) // chunk, add, start)
@@ -85,13 +84,23 @@ def _tile(
 def _scores(
     query_latent: jax.Array, query_rope: jax.Array, rows: jax.Array, gather: GatherRows, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Scaled scores [t, H, k] float32 (-inf for row -1) and the gathered latents [t, k, kv_lora]."""
-    latent, rope = gather(jnp.maximum(rows, 0))
+    """Scaled scores [t, H, k] float32 (-inf for row -1) and the gathered latents [t, k, kv_lora].
+
+    For a missing row the query's first one is read again: another request's row may hold a NaN, which a weight of zero
+    does not undo.
+    """
+    latent, rope = gather(jnp.maximum(jnp.where(rows >= 0, rows, rows[:, :1]), 0))
     latent, rope = latent.astype(query_latent.dtype), rope.astype(query_rope.dtype)
     f32 = jnp.float32
     scores = jnp.einsum("thd,tkd->thk", query_latent, latent, preferred_element_type=f32)
     scores += jnp.einsum("thd,tkd->thk", query_rope, rope, preferred_element_type=f32)
     return jnp.where(rows[:, None] >= 0, scores * scale, -jnp.inf), latent
+
+
+def _weighted(weights: jax.Array, latent: jax.Array, lse: jax.Array) -> jax.Array:
+    """Sum of the latents [t, k, d] by weight [t, H, k], float32; zero where no row is selected."""
+    out = jnp.einsum("thk,tkd->thd", weights, latent, preferred_element_type=jnp.float32)
+    return jnp.where(lse[..., None] > -jnp.inf, out, 0)
 
 
 def _softmax(scores: jax.Array) -> tuple[jax.Array, jax.Array]:

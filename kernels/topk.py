@@ -32,8 +32,8 @@ def merge_top_k(
     places = jnp.concatenate([positions, new], axis=-1)
     rows = int(np.prod(scores.shape[:-1]))
     if rows <= SORT_ROWS:
-        # Stable: of equal scores the first, which is the lowest position, comes first.
-        best, where = jax.lax.top_k(scores, k)
+        # Stable: of equal scores the first, which is the lowest position, comes first.  It ranks -0 below 0.
+        best, where = jax.lax.top_k(jnp.where(scores == 0, 0.0, scores), k)
     else:
         where = select_top_k(scores.reshape(rows, -1), k).reshape(*scores.shape[:-1], k)
         best = jnp.take_along_axis(scores, jnp.maximum(where, 0), axis=-1)

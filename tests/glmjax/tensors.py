@@ -1,9 +1,10 @@
-"""Safetensors files read by the reference library and written by hand, for tests of our own reader and writer."""
+"""Tensors for tests: files read by the reference library and written by hand, trees compared."""
 
 import json
 import struct
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import safetensors
@@ -40,3 +41,10 @@ def dequantized(tensors: Tensors, name: str) -> np.ndarray:
         return weight
     wide = np.kron(scale, np.ones((128, 128), np.float32))
     return weight * wide[: weight.shape[0], : weight.shape[1]]
+
+
+def assert_same(a: object, b: object) -> None:
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype, path
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=str(path))

@@ -212,7 +212,10 @@ def test_scale_of_a_weight_that_is_not_fp8(folder):
         ({"vocab_size": 640}, ["model.embed_tokens.weight", "[320, 128]", "[640, 128]"]),
         ({"n_routed_experts": 8}, ["mlp.gate.weight", "[16, 128]", "[8, 128]"]),
         ({"num_attention_heads": 8}, ["q_b_proj", "[160, 64]", "[320, 64]"]),
-        ({"num_hidden_layers": 9, "indexer_types": ["full"] * 9, "mlp_layer_types": None}, ["lacks tensor model.layers.8."]),
+        (
+            {"num_hidden_layers": 9, "indexer_types": ["full"] * 9, "mlp_layer_types": None},
+            ["lacks tensor model.layers.8."],
+        ),
         ({"num_hidden_layers": 5, "indexer_types": ["full"] * 5, "mlp_layer_types": None}, ["num_hidden_layers=5"]),
         ({"mlp_layer_types": None, "first_k_dense_replace": 1}, ["model.layers.1.mlp.gate"]),
     ],

@@ -134,13 +134,6 @@ def test_bf16_model_gives_float32_logits():
     assert np.isfinite(np.asarray(logits)).all()
 
 
-def test_prompt_shorter_than_top_k_sees_all_of_itself():
-    config, params = tiny_glm.checkpoint()
-    recorded = tiny_glm.recorded()
-    short = whole(params, jnp.asarray(recorded["input_ids"][:, :8]), config)
-    assert np.abs(np.asarray(short) - recorded["logits_dense"][:, :8]).max() < TOLERANCE
-
-
 # How the program grows.
 
 
@@ -177,7 +170,9 @@ def abstract_step(config, shape, cache_dtype="float32", dtype=jnp.float32, quant
 
 
 def num_equations(jaxpr):
-    return sum(1 + sum(map(num_equations, jax.core.jaxprs_in_params(e.params))) for e in jaxpr.eqns)
+    """Equations of a jaxpr and of all that it calls, each counted once where it stands."""
+    inner = [x for e in jaxpr.eqns for x in jax.tree.leaves(list(e.params.values())) if hasattr(x, "eqns")]
+    return len(jaxpr.eqns) + sum(map(num_equations, inner))
 
 
 @pytest.mark.parametrize("shape", [StepShape(4, 1), StepShape(1, 32)])
@@ -186,7 +181,7 @@ def test_program_does_not_grow_with_depth(shape):
         num_equations(abstract_step(GLMConfig.tiny(num_hidden_layers=6 + 4 * groups), shape).jaxpr)
         for groups in (14, 30)
     }
-    assert len(sizes) == 1
+    assert len(sizes) == 1 and sizes.pop() > 500
 
 
 def test_full_size_step_takes_under_100_arrays():

@@ -1,0 +1,257 @@
+"""The command line: what it prints, and one line on standard error with exit code 2 for what the user can mend."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import jax
+import numpy as np
+import pytest
+import small_model
+import typer
+
+import glmjax
+from glmjax import cli
+from glmjax.checkpoint import load_checkpoint
+from glmjax.config import GLMConfig
+from glmjax.demo import demo_config
+from glmjax.orbax_io import is_orbax
+
+FEW = ["--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return small_model.write_checkpoint(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture
+def glm(monkeypatch, capsys):
+    """Runs a command in this process; gives exit code, standard output and standard error."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["glmjax", *map(str, arguments)])
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code
+        return (code or 0, *capsys.readouterr())
+
+    return run
+
+
+def process(*arguments, **settings):
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+
+
+def expected_tokens(text, max_tokens):
+    engine = small_model.make_engine(small_model.ProgramRunner(small_model.programs()))
+    how = glmjax.SamplingParams(temperature=0, max_tokens=max_tokens)
+    handle = engine.submit(small_model.TOKENIZER.encode(text), how)
+    small_model.finish(engine)
+    return handle.result().outputs[0]
+
+
+# Generate.
+
+
+def test_generate_prints_prompt_and_text(glm, folder):
+    code, out, _ = glm("generate", folder, "-p", "ab", "--prompt", "cd", "--max-tokens", "6", *FEW)
+    assert code == 0
+    assert out == "".join(f"{text}{expected_tokens(text, 6).text}\n" for text in ("ab", "cd"))
+
+
+def test_generate_prints_json_and_nothing_else(folder):
+    run = process("-m", "glmjax", "generate", folder, "-p", "ab", "--max-tokens", "6", "--json", *FEW)
+    out, err = run.communicate(timeout=120)
+    expected = expected_tokens("ab", 6)
+    assert run.returncode == 0, err
+    assert json.loads(out) == [
+        {
+            "prompt": "ab",
+            "text": expected.text,
+            "token_ids": expected.token_ids,
+            "finish_reason": expected.finish_reason,
+            "num_cached_tokens": 0,
+        }
+    ]
+
+
+def test_generate_treats_prompts_as_messages(glm, folder):
+    options = ["--chat", "--json", "--max-tokens", "3", *FEW, "--max-model-len", "128"]
+    code, out, _ = glm("generate", folder, "-p", "Hi", *options)
+    (row,) = json.loads(out)
+    prompt = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>Hi<|assistant|><think>"
+    assert code == 0 and row["token_ids"] == expected_tokens(prompt, 3).token_ids
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-model-len", "513"], "max_model_len=513 is more than the model's 512 positions"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be a whole number of at least 1, got 0"),
+        (["--temperature", "3"], "temperature must be in [0, 2], got 3.0"),
+        (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+        (["--top-k", "-2"], "top_k must be 0 or -1 for all, or a positive number of tokens, got -2"),
+        (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (
+            [*FEW, "--max-tokens", "64"],
+            "the context is 64 tokens, but 66 were asked for: 2 in the prompt and max_tokens=64",
+        ),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_a_bad_value_is_one_line_and_exit_code_2(glm, folder, options, message):
+    assert glm("generate", folder, "-p", "ab", *options) == (2, "", f"glmjax: {message}\n")
+
+
+def test_a_missing_checkpoint_is_one_line_and_exit_code_2(tmp_path):
+    run = process("-m", "glmjax", "generate", tmp_path / "nowhere", "-p", "ab")
+    assert run.communicate(timeout=120) == ("", f"glmjax: {tmp_path / 'nowhere'} not found\n")
+    assert run.returncode == 2
+
+
+def test_an_unsupported_model_is_one_line_and_exit_code_2(glm, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    message = "glmjax: model_type 'llama' is not supported; glmjax runs 'glm_moe_dsa'\n"
+    assert glm("generate", tmp_path, "-p", "ab") == (2, "", message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["generate", "x", "-p", "ab", "--dtype", "float64"], ["--dtype", "float64", "bfloat16", "float32"]),
+        (["generate", "x", "-p", "ab", "--max-tokens", "many"], ["--max-tokens", "many"]),
+        (["generate", "x"], ["--prompt"]),
+        (["generate", "x", "-p", "ab", "--max-token", "1"], ["--max-token"]),
+        (["serve", "x", "--policy", "lifo"], ["--policy", "lifo", "fcfs", "priority"]),
+        (["convert", "x", "y", "--to", "gguf"], ["--to", "gguf", "orbax", "hf"]),
+        (["dance"], ["dance"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_wrong_usage_is_named_with_exit_code_2(glm, arguments, names):
+    code, out, err = glm(*arguments)
+    assert (code, out) == (2, "")
+    assert all(name in err for name in names), err
+
+
+# Convert and demo.
+
+
+def test_convert_to_orbax_and_back_keeps_everything(glm, folder, tmp_path):
+    assert glm("convert", folder, tmp_path / "orbax") == (0, f"Wrote {tmp_path / 'orbax'}\n", "")
+    assert is_orbax(tmp_path / "orbax")
+    assert glm("convert", tmp_path / "orbax", tmp_path / "hf", "--to", "hf")[0] == 0
+    config, params = load_checkpoint(folder)
+    for copy in ("orbax", "hf"):
+        copied = load_checkpoint(tmp_path / copy)
+        assert copied[0] == config
+        jax.tree.map(np.testing.assert_array_equal, copied[1], params)
+        for name in ("tokenizer.json", "generation_config.json"):
+            assert (tmp_path / copy / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_convert_changes_the_dtype_if_told(glm, folder, tmp_path):
+    assert glm("convert", folder, tmp_path / "half", "--to", "hf", "--dtype", "bfloat16")[0] == 0
+    _, params = load_checkpoint(folder)
+    _, half = load_checkpoint(tmp_path / "half")
+    np.testing.assert_array_equal(half.embed, params.embed.astype("bfloat16").astype("float32"))
+
+
+def test_convert_replaces_a_folder_only_if_told(glm, folder, tmp_path):
+    (tmp_path / "file").write_text("precious")
+    code, out, err = glm("convert", folder, tmp_path)
+    assert (code, out) == (2, "") and "overwrite" in err and err.count("\n") == 1
+    assert (tmp_path / "file").read_text() == "precious"
+    assert glm("convert", folder, tmp_path, "--overwrite")[0] == 0
+    assert is_orbax(tmp_path) and not (tmp_path / "file").exists()
+
+
+def test_demo_writes_a_checkpoint(glm, tmp_path):
+    assert glm("demo", tmp_path / "demo", "--seed", "3") == (0, f"Wrote {tmp_path / 'demo'}\n", "")
+    assert GLMConfig.from_hf(tmp_path / "demo") == demo_config()
+
+
+# Help.
+
+
+def test_version(glm):
+    assert glm("--version") == (0, f"{glmjax.__version__}\n", "")
+
+
+def commands():
+    return typer.main.get_command(cli.app).commands
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_option_has_a_line_of_help(glm, name):
+    command = commands()[name]
+    assert command.help
+    code, out, _ = glm(name, "--help")
+    assert code == 0
+    for option in command.params:
+        assert option.help, f"{name} {option.name}"
+        spelled = option.opts[0] if option.param_type_name == "option" else option.human_readable_name
+        assert spelled in out, f"{name} {spelled}"
+
+
+def test_help_lists_the_commands(glm):
+    code, out, _ = glm("--help")
+    assert code == 0 and all(name in out for name in ("serve", "generate", "convert"))
+
+
+# Serve.
+
+
+def test_serve_says_where_it_is_and_ends_on_interrupt(folder):
+    settings = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    server = process("-m", "glmjax", "serve", folder, "--port", "0", "--block-size", "16", *FEW, env=settings)
+    try:
+        first = server.stdout.readline()
+        found = re.fullmatch(rf"Serving {re.escape(str(folder))} on (http://127\.0\.0\.1:\d+)\n", first)
+        assert found, first + server.stderr.read()
+        server.stdout.readline()
+        command = server.stdout.readline()
+        assert command.startswith(f"  curl {found[1]}/v1/chat/completions")
+        assert httpx.get(f"{found[1]}/health").status_code == 200
+        server.send_signal(signal.SIGINT)
+        out, err = server.communicate(timeout=60)
+        assert (server.returncode, out, err) == (0, "", "")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_port_that_is_taken_is_one_line_and_exit_code_2(glm, folder):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        code, out, err = glm("serve", folder, "--port", port, *FEW)
+    assert (code, out, err) == (2, "", f"glmjax: port {port} on 127.0.0.1 is in use; choose another one\n")
+
+
+# Examples, on the demo.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "shown"), [("batch.py", r"The sun -> .*\n.*\n(.*\n)+cached"), ("serve.py", r"http://.*\n.+")]
+)
+def test_example_runs(example, shown):
+    run = process(EXAMPLES / example)
+    out, err = run.communicate(timeout=300)
+    assert run.returncode == 0, err
+    assert re.search(shown, out), out

@@ -1,0 +1,82 @@
+"""Options of an engine: what is refused, and that the message names the value and what would be right."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glmjax.errors import ConfigError
+from glmjax.options import RESERVED, EngineOptions, engine_options
+
+FIELDS = [f.name for f in dataclasses.fields(EngineOptions)]
+SIZES = ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks"]
+
+
+def test_defaults_are_valid_and_may_be_said():
+    assert engine_options() == EngineOptions()
+    assert engine_options(**dataclasses.asdict(EngineOptions())) == EngineOptions()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "expected"),
+    [
+        ("bfloat16", "auto", "fp8_ds_mla"),
+        ("float32", "auto", "float32"),
+        ("float32", "fp8_ds_mla", "fp8_ds_mla"),
+        ("bfloat16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_dtype_of_the_cache(dtype, kv_cache_dtype, expected):
+    assert engine_options(dtype=dtype, kv_cache_dtype=kv_cache_dtype).cache_dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("dtype", "float64", "'bfloat16', 'float32'"),
+        ("dtype", None, "'bfloat16', 'float32'"),
+        ("kv_cache_dtype", "fp8", "'auto', 'fp8_ds_mla', 'bfloat16', 'float32'"),
+        ("policy", "lifo", "'fcfs', 'priority'"),
+        ("max_model_len", 1, "a whole number of at least 2"),
+        ("kv_cache_gib", 0, "a positive number"),
+        ("kv_cache_gib", -1.5, "a positive number"),
+        ("kv_cache_gib", math.nan, "a positive number"),
+        ("kv_cache_gib", math.inf, "a positive number"),
+        ("kv_cache_gib", "4", "a positive number"),
+        ("seed", 1.5, "a whole number"),
+        ("enable_prefix_caching", "no", "True or False"),
+        *((field, value, "a whole number of at least") for field in SIZES for value in (0, -3, 2.0, "8", True)),
+    ],
+)
+def test_a_bad_value_is_named_with_what_would_be_right(field, value, remedy):
+    with pytest.raises(ConfigError) as caught:
+        engine_options(**{field: value})
+    assert str(caught.value).startswith(f"{field} must be ")
+    assert remedy in str(caught.value) and repr(value) in str(caught.value)
+
+
+@given(st.sampled_from(FIELDS), st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just([]))
+def test_any_value_is_taken_or_named(field, value):
+    try:
+        options = engine_options(**{field: value})
+    except ConfigError as error:
+        assert str(error).startswith(f"{field} must be ") and repr(value) in str(error)
+    else:
+        assert getattr(options, field) is value
+
+
+def test_an_unknown_option_is_named_with_the_known_ones():
+    with pytest.raises(ConfigError, match="unknown option 'max_seqs'") as caught:
+        engine_options(max_seqs=4)
+    assert all(field in str(caught.value) for field in FIELDS)
+
+
+@pytest.mark.parametrize("name", RESERVED)
+def test_a_reserved_option_may_be_off_and_says_what_it_will_be(name):
+    off, what = RESERVED[name]
+    assert engine_options(**{name: off}) == engine_options(**{name: None}) == EngineOptions()
+    with pytest.raises(ConfigError) as caught:
+        engine_options(**{name: 3})
+    assert str(caught.value) == f"{name}=3: {what} is not available in this version; leave it at {off!r}"

@@ -1,0 +1,209 @@
+"""The benchmarks' own arithmetic: points, the output of the peers' scripts, ratios and tables.  Nothing is timed."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="needs a checkout, and this is Bazel's sandbox")
+
+
+def part(name: str) -> ModuleType:
+    """A module of benchmarks/support, which is on no path of the tests."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return importlib.import_module(f"support.{name}")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def sample(system: str, point: Any, speed: float | None, round_: int = 0, **more: Any) -> Any:
+    return part("results").Sample(system, point, round_, speed, **more)
+
+
+def test_points_are_read_and_put_in_order() -> None:
+    points = part("results").parse_points("8192,512", "16:512, 1:512,1:8192")
+    assert [str(p) for p in points] == [
+        "prefill 512",
+        "decode 1 x 512",
+        "decode 16 x 512",
+        "prefill 8192",
+        "decode 1 x 8192",
+    ]
+    assert part("results").parse_points("", "") == []
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [("x", ""), ("0", ""), ("", "512"), ("", "1:"), ("", "-1:5"), ("1.5", "")]
+)
+def test_bad_points_are_refused(prefill: str, decode: str) -> None:
+    with pytest.raises(ValueError, match="is not"):
+        part("results").parse_points(prefill, decode)
+
+
+def test_rounds_go_there_and_back() -> None:
+    assert [part("results").in_turn(["a", "b"], i) for i in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
+
+
+def test_only_whole_json_objects_are_taken_from_output() -> None:
+    text = 'warning: no GPU\n{"kind": "prefill", "tok_s": 2.5}\n{"cut": \n[1]\n'
+    assert part("machine").json_lines(text) == [{"kind": "prefill", "tok_s": 2.5}]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("print('{\"a\": 1}')", [{"a": 1}]),
+        ("pass", [{"error": "exit code 0: no result"}]),
+        ("import sys; sys.exit('broken')", [{"error": "exit code 1: broken"}]),
+    ],
+)
+def test_call_says_what_went_wrong(script: str, expected: list[dict[str, Any]]) -> None:
+    assert part("machine").call([sys.executable, "-c", script], timeout=60) == expected
+
+
+def test_ratio_is_that_of_medians_to_the_better_peer() -> None:
+    results = part("results")
+    point = results.Point.prefill(512)
+    systems = ["ours", "llama.cpp auto", "llama.cpp off", "transformers"]
+    samples = [sample("ours", point, speed, i) for i, speed in enumerate((10.0, 90.0, 30.0))]
+    samples += [sample("llama.cpp auto", point, 15.0, other_cores=0.3), sample("llama.cpp off", point, 12.0)]
+    samples += [sample("transformers", point, None, error="out of memory")]
+    (row,) = results.speed_rows(samples, [point], systems)
+    assert (row["tok_s"]["ours"], row["better_peer"], row["ratio"], row["met"]) == (30.0, "llama.cpp auto", 2.0, True)
+    assert row["ratio_by_peer"] == {"llama.cpp auto": 2.0, "llama.cpp off": 2.5}
+    assert row["failed"] == ["transformers"] and row["worst_other_cores"] == 0.3
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_the_target_is_higher_for_long_contexts() -> None:
+    results = part("results")
+    points = [results.Point.decode(1, n) for n in (512, 2048, 8192)]
+    samples = [sample(system, p, speed) for p in points for system, speed in (("ours", 20.0), ("transformers", 10.0))]
+    assert [row["met"] for row in results.speed_rows(samples, points, ["ours", "transformers"])] == [True, None, False]
+
+
+def test_memory_is_the_peak_of_all_rounds_against_the_leaner_llama() -> None:
+    results = part("results")
+    point = results.Point.decode(16, 8192)
+    samples = [sample("ours", point, 1.0, i, peak_rss_mb=peak) for i, peak in enumerate((2700.0, 2500.0))]
+    samples += [sample("llama.cpp auto", point, 1.0, peak_rss_mb=1600.0)]
+    samples += [sample("llama.cpp off", point, 1.0, peak_rss_mb=1700.0)]
+    (row,) = results.memory_rows(samples, [point], ["ours", "llama.cpp auto", "llama.cpp off"])
+    assert row["over_llama_mb"] == 1100.0 and row["met"] is False
+    (alone,) = results.memory_rows(samples[:2], [point], ["ours"])
+    assert alone["over_llama_mb"] is None and alone["met"] is None
+
+
+def test_growth_leaves_the_scan_out() -> None:
+    results = part("results")
+    points = [results.Point.decode(1, n) for n in (512, 2048, 8192)] + [results.Point.decode(4, 512)]
+    times = {512: (11.0, 10.0), 2048: (14.0, 11.0), 8192: (32.0, 12.0)}
+    samples = [
+        sample("ours", p, 1.0, details={"step_ms": times[p.length][0], "step_without_scan_ms": times[p.length][1]})
+        for p in points
+    ]
+    (row,) = results.growth_rows(samples, points)
+    assert row["scan_ms"] == {512: 1.0, 8192: 20.0}
+    assert row["growth_without_scan"] == 1.2 and row["met"] and row["growth"] == pytest.approx(32 / 11)
+    without = [sample("ours", p, 1.0, details={"step_ms": 5.0}) for p in points]
+    (row,) = results.growth_rows(without, points)
+    assert row["growth_without_scan"] is None and row["met"] is None and row["scan_ms"] == {512: None, 8192: None}
+
+
+class Script:
+    """Stands for a peer's script: gives its answers in turn and keeps the commands."""
+
+    def __init__(self, *answers: list[dict[str, Any]]):
+        self.answers, self.commands = list(answers), []
+
+    def __call__(self, command: list[str], timeout: float, env: dict[str, str] | None = None) -> list[dict[str, Any]]:
+        self.commands.append(command)
+        return self.answers.pop(0)
+
+
+def llama_rows(speed: float, load: float) -> list[dict[str, Any]]:
+    return [{"kind": kind, "tok_s": speed, "peak_rss_mb": 5.0, "other_cores": load} for kind in ("prefill", "decode")]
+
+
+def test_one_llama_process_gives_prefill_and_decode_of_a_round() -> None:
+    systems, results = part("systems"), part("results")
+    script = Script(llama_rows(7.0, 0.9), [{"error": "status 9"}], llama_rows(8.0, 0.1), llama_rows(9.0, 0.0))
+    settings = systems.Settings(model="m", threads=2, attempts=3)
+    llama = systems.Llama(settings, Path("peers"), "bin", "f.gguf", "off", run=script)
+    prefill, decode = results.Point.prefill(512), results.Point.decode(1, 512)
+    first = [llama.measure(p, 0) for p in (prefill, decode)]
+    assert [(s.system, s.tok_s, s.other_cores) for s in first] == [("llama.cpp off", 8.0, 0.1)] * 2
+    assert len(script.commands) == 3
+    assert llama.measure(decode, 1).tok_s == 9.0
+    assert script.commands[0][-4:] == ["--ctx", "512", "--batch", "1"]
+
+
+def test_disturbed_llama_keeps_the_quietest() -> None:
+    systems, results = part("systems"), part("results")
+    script = Script(llama_rows(7.0, 0.3), llama_rows(8.0, 0.9))
+    settings = systems.Settings(model="m", threads=2, attempts=2)
+    llama = systems.Llama(settings, Path("peers"), "bin", "f.gguf", "auto", run=script)
+    assert llama.measure(results.Point.prefill(64), 0).tok_s == 7.0
+
+
+def test_transformers_figure_is_the_fastest_way_or_the_error() -> None:
+    systems, results = part("systems"), part("results")
+    rows = [
+        {"kind": "prefill", "tok_s": s, "other_cores": [0.2, 0.4], "attn": a} for s, a in ((3.0, "sdpa"), (2.0, "x"))
+    ]
+    script = Script(rows, [{"kind": "decode", "error": "over 900 s"}])
+    settings = systems.Settings(model="m", threads=2)
+    transformers = systems.Transformers(settings, Path("peers"), "python", "sdpa,x", run=script)
+    found = transformers.measure(results.Point.prefill(64), 0)
+    assert (found.tok_s, found.other_cores, found.details["attn"]) == (3.0, 0.4, "sdpa")
+    assert script.commands[0][-6:] == ["--prefill", "64", "--batch", "", "--ctx", ""]
+    missed = transformers.measure(results.Point.decode(16, 64), 0)
+    assert missed.tok_s is None and missed.error == "over 900 s"
+
+
+def test_tables_show_every_row() -> None:
+    results, tables = part("results"), part("tables")
+    points = [results.Point.decode(1, 512), results.Point.decode(1, 8192)]
+    samples = [sample("ours", p, 31.5, details={"step_ms": 2.0, "step_without_scan_ms": 1.0}) for p in points]
+    samples += [sample("llama.cpp auto", points[0], 21.0), sample("llama.cpp auto", points[1], None, error="[no]")]
+    systems = ["ours", "llama.cpp auto"]
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(tables.speed_table(results.speed_rows(samples, points, systems), systems))
+    console.print(tables.memory_table(results.memory_rows(samples, points, systems), systems))
+    console.print(tables.growth_table(results.growth_rows(samples, points)))
+    text = console.export_text()
+    for expected in ("1.50x", "1x met", "failed", "decode 1 x 8192", "512 / 8192", "1.00x"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ([], "--peers"),
+        (["--peers", "HERE"], "--peers"),
+        (["--peers", "PEERS"], "--llama"),
+        (["--peers", "PEERS", "--llama", "true"], "--gguf"),
+        (["--peers", "PEERS", "--llama", "true", "--gguf", "PEERS/bench_llamacpp.py"], "--transformers"),
+        (["--ours-only", "--decode", "512"], "--decode"),
+        (["--ours-only"], "--model"),
+    ],
+)
+def test_missing_peer_is_an_error_that_names_the_option(tmp_path: Path, arguments: list[str], option: str) -> None:
+    peers = tmp_path / "peers"
+    peers.mkdir()
+    for name in ("bench_llamacpp.py", "bench_transformers.py"):
+        (peers / name).touch()
+    places = {"PEERS": str(peers), "HERE": str(tmp_path)}
+    given = [arg.replace("PEERS", places["PEERS"]).replace("HERE", places["HERE"]) for arg in arguments]
+    command = [sys.executable, str(BENCHMARKS / "cpu_peers.py"), "--model", str(tmp_path / "none"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={"COLUMNS": "200"})
+    assert done.returncode == 2
+    assert option in done.stderr and "Traceback" not in done.stderr
