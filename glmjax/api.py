@@ -19,7 +19,7 @@ from glmjax.cache import abstract_cache
 from glmjax.checkpoint import load_checkpoint
 from glmjax.config import GLMConfig
 from glmjax.demo import build_demo
-from glmjax.errors import ConfigError, RequestError
+from glmjax.errors import CheckpointError, ConfigError, RequestError
 from glmjax.options import EngineOptions, engine_options
 from glmjax.params import num_bytes
 from glmjax.programs import MAX_BANNED, Programs, step_shapes
@@ -240,7 +240,12 @@ def find_model(model: str | Path) -> Path:
             root.mkdir(parents=True, exist_ok=True)
         except OSError:
             path = Path(tempfile.mkdtemp(prefix="glmjax-")) / "demo"
-        build_demo(path)
+        try:
+            build_demo(path)
+        except CheckpointError:
+            # Another process may have built it meanwhile.
+            if not (path / "config.json").exists():
+                raise
     return path
 
 

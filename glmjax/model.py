@@ -6,7 +6,9 @@ GLM-5.3 has three runs: {0} {1}, {2..5}, and {6..9} .. {74..77}.
 """
 
 import dataclasses
-from typing import Literal
+import itertools
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,16 @@ from glmjax.moe import moe
 from glmjax.params import Params
 
 MLPKind = Literal["dense", "experts"]
+
+
+class Selection(NamedTuple):
+    """What the queries of an index group attend to: positions and their slots, [T, K] int32, -1 for missing."""
+
+    positions: jax.Array
+    slots: jax.Array
+
+
+Choose = Callable[[KVCache, jax.Array, jax.Array], tuple[KVCache, Selection]]  # (cache, x, query latent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,28 +90,56 @@ def run_group(
     R, Q = batch.tokens.shape
     angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
     valid = batch.valid.reshape(-1)
-    slots: jax.Array | None = None
-    for i, kind in enumerate(mlps):
-        weights = at_layer(params.attention, layer + i)
+
+    def run_layer(
+        cache: KVCache, hidden: jax.Array, layer: jax.Array | int, kind: MLPKind, choose: Choose
+    ) -> tuple[KVCache, jax.Array, Selection]:
+        weights = at_layer(params.attention, layer)
         x = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
         latent = query_latent(weights, config, x)
-        cache = insert_kv(weights, config, cache, layer + i, x, angles, batch)
-        if chosen is None:
-            indexer_weights = at_layer(params.indexer, indexer)
-            cache, chosen = select(indexer_weights, config, cache, indexer, x, latent, angles, batch)
-        if slots is None:
-            slots = batch.slots(jnp.maximum(chosen, 0).reshape(R, Q, -1)).reshape(chosen.shape)
-            slots = jnp.where(chosen >= 0, slots, -1)
-        hidden = hidden + attend(weights, config, cache, layer + i, latent, angles, slots)
+        cache = insert_kv(weights, config, cache, layer, x, angles, batch)
+        cache, chosen = choose(cache, x, latent)
+        hidden = hidden + attend(weights, config, cache, layer, latent, angles, chosen.slots)
         x = rms_norm(hidden, weights.output_norm, config.rms_norm_eps)
         if kind == "dense":
             assert params.dense is not None
-            hidden = hidden + swiglu(x, *(at_layer(w, layer + i) for w in (params.dense.gate_up, params.dense.down)))
-        else:
-            assert params.moe is not None
-            hidden = hidden + moe(params.moe, config, layer + i - config.first_k_dense_replace, x, valid)
-    assert chosen is not None  # an index group has at least its leader
-    return cache, hidden, chosen
+            return cache, hidden + swiglu(x, *at_layer((params.dense.gate_up, params.dense.down), layer)), chosen
+        assert params.moe is not None
+        return cache, hidden + moe(params.moe, config, layer - config.first_k_dense_replace, x, valid), chosen
+
+    def lead(cache: KVCache, x: jax.Array, latent: jax.Array) -> tuple[KVCache, Selection]:
+        positions = chosen
+        if positions is None:
+            weights = at_layer(params.indexer, indexer)
+            cache, positions = select(weights, config, cache, indexer, x, latent, angles, batch)
+        slots = batch.slots(jnp.maximum(positions, 0).reshape(R, Q, -1)).reshape(positions.shape)
+        return cache, Selection(positions, jnp.where(positions >= 0, slots, -1))
+
+    cache, hidden, selected = run_layer(cache, hidden, layer, mlps[0], lead)
+    follower = layer + 1
+    for kind, same in itertools.groupby(mlps[1:]):
+        count = len(list(same))
+
+        def follow(
+            carry: tuple[KVCache, jax.Array],
+            i: jax.Array | int,
+            kind: MLPKind = kind,
+            first: jax.Array | int = follower,
+        ) -> tuple[tuple[KVCache, jax.Array], None]:
+            cache, hidden, _ = run_layer(*carry, first + i, kind, lambda cache, *_: (cache, selected))
+            return (cache, hidden), None
+
+        (cache, hidden), _ = _repeat(follow, (cache, hidden), count)
+        follower += count
+    return cache, hidden, selected.positions
+
+
+def _repeat[C, Y](body: Callable[[C, jax.Array | int], tuple[C, Y]], carry: C, count: int) -> tuple[C, Y]:
+    """``lax.scan`` of the body over 0 .. count - 1; outputs are stacked."""
+    if count == 1:
+        carry, y = body(carry, 0)
+        return carry, jax.tree.map(lambda x: x[None], y)
+    return jax.lax.scan(body, carry, jnp.arange(count, dtype=jnp.int32))
 
 
 def run_layers(
@@ -122,13 +162,8 @@ def run_layers(
             cache, hidden, chosen = run_group(params, config, *carry, batch, run.mlps, layer, indexer)
             return (cache, hidden), chosen
 
-        if run.count == 1:
-            (cache, hidden), selected = body((cache, hidden), 0)
-            chosen.append(selected[None])
-        else:
-            groups = jnp.arange(run.count, dtype=jnp.int32)
-            (cache, hidden), selected = jax.lax.scan(body, (cache, hidden), groups)
-            chosen.append(selected)
+        (cache, hidden), selected = _repeat(body, (cache, hidden), run.count)
+        chosen.append(selected)
     return cache, rms_norm(hidden, params.final_norm, config.rms_norm_eps), jnp.concatenate(chosen)
 
 

@@ -207,7 +207,7 @@ def random_params(config: GLMConfig, dtype: DTypeLike = jnp.float32, *, seed: in
         elif name.endswith("bias"):
             noise = 0.05 * noise
         elif name != "embed":
-            noise *= leaf.shape[-1] ** -0.5
+            noise *= max(leaf.shape[-1], 1) ** -0.5
         return jnp.asarray(noise, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, tree)
