@@ -87,7 +87,7 @@ def main(
     _folder(model, "--model", "config.json")
     last_round = {"transformers": transformers_runs or runs}
 
-    console, log = Console(), Console(stderr=True, highlight=False)
+    log = Console(stderr=True, highlight=False)
     with tempfile.TemporaryDirectory() as scratch:
         ours = Ours(settings, cache or Path(scratch), chunk, fill.value)
         report = Report([ours.name, *(s.name for s in others)], points, settings, out)
@@ -107,7 +107,7 @@ def main(
     if as_json:
         sys.stdout.write(json.dumps(report.as_json(), indent=1) + "\n")
     else:
-        report.print(console)
+        report.print(Console() if sys.stdout.isatty() else Console(width=140))
     raise typer.Exit(1 if report.failed else 0)
 
 
@@ -125,7 +125,9 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        return any(s.error for s in self.samples)
+        """Whether a figure is missing: no round gave one."""
+        rows = speed_rows(self.samples, self.points, self.systems)
+        return any(speed is None for row in rows for speed in row["tok_s"].values())
 
     def add(self, sample: Sample) -> None:
         self.samples.append(sample)
@@ -166,7 +168,8 @@ def said(sample: Sample) -> str:
     if sample.tok_s is None:
         return f"failed: {sample.error}"
     load = "" if sample.other_cores is None else f", {sample.other_cores:.2f} other cores"
-    return f"{sample.tok_s:.1f} tok/s, {sample.peak_rss_mb or 0:.0f} MiB{load}"
+    anew = ", compiled anew: its RSS is too high" if sample.details.get("programs_compiled_anew") else ""
+    return f"{sample.tok_s:.1f} tok/s, {sample.peak_rss_mb or 0:.0f} MiB{load}{anew}"
 
 
 def _folder(path: Path | None, option: str, *needed: str) -> Path:

@@ -119,9 +119,9 @@ def start(model: str, **options: Any) -> tuple[LLM, dict[str, float]]:
     """Loads a model and compiles its programs, and says how long that took."""
     compiled: list[float] = []
 
-    def note(event: str, seconds: float, **_: Any) -> None:
+    def note(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILE_EVENT:
-            compiled.append(seconds)
+            compiled.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(note)
     began = time.perf_counter()
@@ -162,7 +162,7 @@ def main(
     middle = sorted(made, key=lambda run: run.seconds)[len(made) // 2]
     figures = {"new_tok_s": middle.new_tok_s, "all_tok_s": middle.all_tok_s, **dataclasses.asdict(middle)}
     request = {"model": Path(model).name, "prompts": prompts, "prompt_len": prompt_len, "tokens": tokens, **options}
-    result = {
+    result: dict[str, Any] = {
         "machine": describe() | {"device": str(jax.devices()[0])},
         "settings": request,
         "start": started,
@@ -189,7 +189,7 @@ def main(
         ["other cores busy", number(middle.other_cores, 2)],
         ["peak RSS", number(result["peak_rss_mb"], 0, " MiB")],
     ]
-    title = f"{request['model']}, {dtype}: {prompts} prompts of {prompt_len} tokens, {tokens} new each; median run"
+    title = f"{request['model']}, {dtype}: {prompts} prompts of {prompt_len} tokens, {tokens} new each, median run"
     Console().print(make_table(title, ["", "figure"], lines))
 
 

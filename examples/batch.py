@@ -14,7 +14,8 @@ PROMPTS = ["The sun", "The moon", "The sun and the moon", "Where does the time g
 
 def main(model: str = "demo") -> None:
     how = glmjax.SamplingParams(temperature=0, max_tokens=16)
-    with glmjax.LLM(model, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=32) as llm:
+    # Small limits, so that few programs are compiled; without them it takes more requests at once.
+    with glmjax.LLM(model, max_model_len=256, max_num_seqs=2, max_num_batched_tokens=16) as llm:
         for output in llm.generate(PROMPTS, how):
             print(f"{output.prompt} -> {output.outputs[0].text!r}")
 

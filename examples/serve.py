@@ -13,7 +13,8 @@ import glmjax
 
 
 def main(model: str = "demo") -> None:
-    options = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    # Small limits, so that few programs are compiled; without them it takes more requests at once.
+    options = {"max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     with glmjax.serve(model, port=0, block=False, **options) as server:
         print(f"serving on {server.url}")
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")

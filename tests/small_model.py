@@ -99,9 +99,7 @@ def make_engine(runner: ProgramRunner, **limits: Any) -> Engine:
         }
     )
     scheduler = Scheduler(config, ENDS)
-    return Engine(
-        scheduler, runner, TOKENIZER.raw, Clock(), vocab_size=CONFIG.vocab_size, max_banned_ids=MAX_BANNED
-    )
+    return Engine(scheduler, runner, TOKENIZER.raw, Clock(), vocab_size=CONFIG.vocab_size, max_banned_ids=MAX_BANNED)
 
 
 def finish(engine: Engine) -> None:

@@ -165,10 +165,7 @@ def growth_rows(samples: Sequence[Sample], points: Sequence[Point]) -> list[dict
     for batch in sorted({p.batch for p in decodes}):
         contexts = sorted(p for p in decodes if p.batch == batch)
         few, many = contexts[0], contexts[-1]
-        full, rest = (
-            {p.length: median_of(samples, OURS, p, lambda s, key=key: s.details.get(key)) for p in (few, many)}
-            for key in ("step_ms", "step_without_scan_ms")
-        )
+        full, rest = (_by_context(samples, (few, many), key) for key in ("step_ms", "step_without_scan_ms"))
         if few == many or full[few.length] is None or full[many.length] is None:
             continue
         grown = ratio(rest[many.length], rest[few.length])
@@ -186,3 +183,7 @@ def growth_rows(samples: Sequence[Sample], points: Sequence[Point]) -> list[dict
             }
         )
     return rows
+
+
+def _by_context(samples: Sequence[Sample], points: Sequence[Point], key: str) -> dict[int, float | None]:
+    return {p.length: median_of(samples, OURS, p, lambda s: s.details.get(key)) for p in points}

@@ -47,9 +47,10 @@ def glm(monkeypatch, capsys):
     return run
 
 
-def process(*arguments, **settings):
+def process(*arguments):
+    """The same in a process of its own."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 def expected_tokens(text, max_tokens):
@@ -71,10 +72,9 @@ def test_generate_prints_prompt_and_text(glm, folder):
 
 def test_generate_prints_json_and_nothing_else(folder):
     run = process("-m", "glmjax", "generate", folder, "-p", "ab", "--max-tokens", "6", "--json", *FEW)
-    out, err = run.communicate(timeout=120)
     expected = expected_tokens("ab", 6)
-    assert run.returncode == 0, err
-    assert json.loads(out) == [
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == [
         {
             "prompt": "ab",
             "text": expected.text,
@@ -86,8 +86,7 @@ def test_generate_prints_json_and_nothing_else(folder):
 
 
 def test_generate_treats_prompts_as_messages(glm, folder):
-    options = ["--chat", "--json", "--max-tokens", "3", *FEW, "--max-model-len", "128"]
-    code, out, _ = glm("generate", folder, "-p", "Hi", *options)
+    code, out, _ = glm("generate", folder, "-p", "Hi", "--chat", "--json", "--max-tokens", "3", *FEW)
     (row,) = json.loads(out)
     prompt = "[gMASK]<sop><|system|>Reasoning Effort: Max<|user|>Hi<|assistant|><think>"
     assert code == 0 and row["token_ids"] == expected_tokens(prompt, 3).token_ids
@@ -118,8 +117,7 @@ def test_a_bad_value_is_one_line_and_exit_code_2(glm, folder, options, message):
 
 def test_a_missing_checkpoint_is_one_line_and_exit_code_2(tmp_path):
     run = process("-m", "glmjax", "generate", tmp_path / "nowhere", "-p", "ab")
-    assert run.communicate(timeout=120) == ("", f"glmjax: {tmp_path / 'nowhere'} not found\n")
-    assert run.returncode == 2
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"glmjax: {tmp_path / 'nowhere'} not found\n")
 
 
 def test_an_unsupported_model_is_one_line_and_exit_code_2(glm, tmp_path):
@@ -132,7 +130,7 @@ def test_an_unsupported_model_is_one_line_and_exit_code_2(glm, tmp_path):
     ("arguments", "names"),
     [
         (["generate", "x", "-p", "ab", "--dtype", "float64"], ["--dtype", "float64", "bfloat16", "float32"]),
-        (["generate", "x", "-p", "ab", "--max-tokens", "many"], ["--max-tokens", "many"]),
+        (["generate", "x", "-p", "ab", "--max-tokens", "many"], ["--max-tokens", "integer"]),
         (["generate", "x"], ["--prompt"]),
         (["generate", "x", "-p", "ab", "--max-token", "1"], ["--max-token"]),
         (["serve", "x", "--policy", "lifo"], ["--policy", "lifo", "fcfs", "priority"]),
@@ -196,15 +194,15 @@ def commands():
 
 
 @pytest.mark.parametrize("name", commands())
-def test_every_option_has_a_line_of_help(glm, name):
+def test_every_option_has_a_line_of_help(glm, name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     command = commands()[name]
     assert command.help
     code, out, _ = glm(name, "--help")
     assert code == 0
     for option in command.params:
         assert option.help, f"{name} {option.name}"
-        spelled = option.opts[0] if option.param_type_name == "option" else option.human_readable_name
-        assert spelled in out, f"{name} {spelled}"
+        assert (option.opts[0] if option.param_type_name == "option" else option.name) in out
 
 
 def test_help_lists_the_commands(glm):
@@ -217,18 +215,17 @@ def test_help_lists_the_commands(glm):
 
 def test_serve_says_where_it_is_and_ends_on_interrupt(folder):
     settings = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    server = process("-m", "glmjax", "serve", folder, "--port", "0", "--block-size", "16", *FEW, env=settings)
+    command = [sys.executable, "-m", "glmjax", "serve", str(folder), "--port", "0", *FEW]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=settings)
     try:
         first = server.stdout.readline()
         found = re.fullmatch(rf"Serving {re.escape(str(folder))} on (http://127\.0\.0\.1:\d+)\n", first)
         assert found, first + server.stderr.read()
         server.stdout.readline()
-        command = server.stdout.readline()
-        assert command.startswith(f"  curl {found[1]}/v1/chat/completions")
+        assert server.stdout.readline().startswith(f"  curl {found[1]}/v1/chat/completions")
         assert httpx.get(f"{found[1]}/health").status_code == 200
         server.send_signal(signal.SIGINT)
-        out, err = server.communicate(timeout=60)
-        assert (server.returncode, out, err) == (0, "", "")
+        assert (*server.communicate(timeout=60), server.returncode) == ("", "", 0)
     finally:
         server.kill()
         server.wait()
@@ -252,6 +249,5 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_2(glm, folder):
 )
 def test_example_runs(example, shown):
     run = process(EXAMPLES / example)
-    out, err = run.communicate(timeout=300)
-    assert run.returncode == 0, err
-    assert re.search(shown, out), out
+    assert run.returncode == 0, run.stderr
+    assert re.search(shown, run.stdout), run.stdout

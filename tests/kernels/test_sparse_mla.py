@@ -42,11 +42,12 @@ def compiled(row_chunk=kernel.ROW_CHUNK, tile_elements=kernel.TILE_ELEMENTS):
     """The kernel with other chunk and tile sizes, so that small inputs take every path."""
 
     def attend(queries, rows, pool):
-        gather = lambda slots: tuple(x[slots] for x in pool)  # noqa: E731
         before = kernel.ROW_CHUNK, kernel.TILE_ELEMENTS
         kernel.ROW_CHUNK, kernel.TILE_ELEMENTS = row_chunk, tile_elements
         try:
-            return sparse_mla(*queries, rows, gather, scale=SCALE, latent_dim=LATENT)
+            return sparse_mla(
+                *queries, rows, lambda slots: tuple(x[slots] for x in pool), scale=SCALE, latent_dim=LATENT
+            )
         finally:
             kernel.ROW_CHUNK, kernel.TILE_ELEMENTS = before
 

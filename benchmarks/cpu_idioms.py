@@ -1,0 +1,98 @@
+"""Times of the idioms that the CPU path chose between: python benchmarks/cpu_idioms.py [--json]
+
+Each row is one way to do the same thing at the sizes of the ``small`` peer model.  docs/rejected.md says what followed.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from glmjax.kernels.index_scores import index_scores
+from glmjax.kernels.topk import select_top_k
+
+LAYERS, MATRICES, WIDTH, HIDDEN = 8, 12, 512, 1024  # 201 MB of float32 weights
+
+
+def median_ms(f: Callable[..., Any], *args: Any, runs: int = 15) -> float:
+    compiled = jax.jit(f)
+    jax.block_until_ready(compiled(*args))
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        times.append(time.perf_counter() - start)
+    return 1e3 * sorted(times)[runs // 2]
+
+
+def weights() -> Iterator[tuple[str, str, float]]:
+    """Matrix products with every layer's weights, stacked and scanned or as arguments of their own."""
+    stacked = jax.random.normal(jax.random.key(0), (LAYERS, MATRICES, WIDTH, HIDDEN))
+    apart = [[jnp.array(stacked[i, j]) for j in range(MATRICES)] for i in range(LAYERS)]
+
+    def layer(x: jax.Array, matrix: Callable[[int], jax.Array]) -> jax.Array:
+        for j in range(0, MATRICES, 2):
+            x = x + 1e-3 * (x @ matrix(j)) @ matrix(j + 1).T
+        return x
+
+    def scanned(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, i: (layer(x, lambda j: w[i, j]), None), x, jnp.arange(LAYERS))[0]
+
+    def unrolled(x: jax.Array, ws: list[list[jax.Array]]) -> jax.Array:
+        for w in ws:
+            x = layer(x, w.__getitem__)
+        return x
+
+    for rows in (1, 16, 512):
+        x = jax.random.normal(jax.random.key(1), (rows, WIDTH))
+        runs = 5 if rows > 100 else 15
+        yield f"weights, {rows} rows", "stacked, indexed in a scan", median_ms(scanned, x, stacked, runs=runs)
+        yield f"weights, {rows} rows", "an argument per matrix", median_ms(unrolled, x, apart, runs=runs)
+
+
+def top_k() -> Iterator[tuple[str, str, float]]:
+    """The 256 largest of 2304 scores a row."""
+    for rows in (1, 16, 128):
+        scores = jax.random.normal(jax.random.key(2), (rows, 2304))
+        yield f"top-k, {rows} rows", "jax.lax.top_k", median_ms(lambda s: jax.lax.top_k(s, 256), scores)
+        yield f"top-k, {rows} rows", "bisection and compaction", median_ms(lambda s: select_top_k(s, 256), scores)
+
+
+def scores() -> Iterator[tuple[str, str, float]]:
+    """Index scores of 128 queries with 8 heads against 2048 keys."""
+    query, keys = (jax.random.normal(jax.random.key(i), s) for i, s in ((3, (1, 128, 8, 64)), (4, (1, 2048, 64))))
+    head_weights = jax.random.normal(jax.random.key(5), (1, 128, 8))
+    position = jnp.full((1, 128), 4096)
+
+    def at_once(q: jax.Array, w: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.sum(jax.nn.relu(jnp.einsum("rqhd,rcd->rqhc", q, k)) * w[..., None], axis=2)
+
+    def by_head(q: jax.Array, w: jax.Array, k: jax.Array) -> jax.Array:
+        return index_scores(q, w, k, None, position, jnp.int32(0))
+
+    yield "index scores", "all heads, then a sum", median_ms(at_once, query, head_weights, keys)
+    yield "index scores", "head by head", median_ms(by_head, query, head_weights, keys)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args()
+    rows = [row for group in (weights, top_k, scores) for row in group()]
+    if args.json:
+        print(json.dumps([{"what": w, "how": h, "ms": round(ms, 3)} for w, h, ms in rows], indent=1))
+        return
+    table = Table("what", "how", "ms")
+    for what, how, ms in rows:
+        table.add_row(what, how, f"{ms:.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
