@@ -26,7 +26,8 @@ class KVCache:
     """Latents, rotary keys and index keys of every slot.
 
     Attributes:
-      latent: [L, S, kv_lora] fp8, bf16 or float32.
+      latent: [L, S, kv_lora] bf16, float32, or the bytes of fp8 values as uint8: XLA's CPU backend turns a whole fp8
+        array into f16 to read one row of it.
       latent_scale: [L, S, tiles] float32 for fp8, else None.
       rope: [L, S, rope]; bf16 for fp8 and bf16 caches.
       index_key: [N, S, index_dim], of the latent's dtype.
@@ -61,7 +62,7 @@ def abstract_cache(
     layers, indexers = config.num_hidden_layers + extra, config.num_full_indexers + extra
     fp8 = dtype == "fp8_ds_mla"
     wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
-    narrow = codec.FP8 if fp8 else wide
+    narrow = jnp.uint8 if fp8 else wide
 
     def pool(stack: int, *width: int, dtype: DTypeLike) -> Any:
         return jax.ShapeDtypeStruct((stack, (num_blocks + 1) * block_size, *width), dtype)
@@ -83,6 +84,14 @@ def make_cache(config: GLMConfig, num_blocks: int, block_size: int, dtype: Cache
     )
 
 
+def _bits(fp8: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(fp8, jnp.uint8)
+
+
+def _values(stored: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(stored, codec.FP8) if stored.dtype == jnp.uint8 else stored
+
+
 def _write(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.Array) -> jax.Array:
     """pool[layer, slots] = rows, in place; slots of -1 go to the spare block.
 
@@ -91,7 +100,7 @@ def _write(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.
     """
     size = pool.shape[1]
     slots = jnp.where(slots >= 0, slots, size - 1)
-    rows = rows.astype(pool.dtype)
+    rows = _bits(rows) if pool.dtype == jnp.uint8 else rows.astype(pool.dtype)
 
     def put(i: jax.Array | int, pool: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_slice_in_dim(rows, i, 1)[None]
@@ -105,7 +114,7 @@ def _read(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Arra
     """pool[layer, slots] for slots >= 0."""
     layers, size = pool.shape[:2]
     flat = pool.reshape(layers * size, *pool.shape[2:])
-    return flat.at[layer * size + slots].get(mode="promise_in_bounds")
+    return _values(flat.at[layer * size + slots].get(mode="promise_in_bounds"))
 
 
 def insert_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array) -> KVCache:
@@ -157,6 +166,6 @@ def read_index_keys(
         stack, size, *width = pool.shape
         by_block = pool.reshape(stack * size // block_size, block_size, *width)
         found = by_block.at[indexer * (size // block_size) + blocks].get(mode="promise_in_bounds")
-        return found.reshape(blocks.shape[0], -1, *width)
+        return _values(found).reshape(blocks.shape[0], -1, *width)
 
     return read(cache.index_key), None if cache.index_scale is None else read(cache.index_scale)

@@ -12,7 +12,17 @@ from glmjax.params import QUANT_BLOCK, QuantizedWeight, Weight
 
 def at_layer[T](stack: T, layer: jax.Array | int) -> T:
     """One layer of a stacked weight or of a tree of them: [L, ...] -> [...]."""
-    return jax.tree.map(lambda x: x[layer], stack)
+    return jax.tree.map(lambda x: take(x, layer), stack)
+
+
+def take(x: jax.Array, *index: jax.Array | int) -> jax.Array:
+    """x[index] along the leading axes.
+
+    An fp8 array is indexed by its bytes: XLA's CPU backend would turn all of it into f16 first.
+    """
+    if x.dtype != jnp.float8_e4m3fn:
+        return x[index]
+    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint8)[index], x.dtype)
 
 
 def dequantize(weight: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
@@ -20,7 +30,10 @@ def dequantize(weight: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
     rows, columns = weight.values.shape[-2:]
     scale = jnp.repeat(weight.scale, QUANT_BLOCK, axis=-2)[..., :rows, :]
     scale = jnp.repeat(scale, QUANT_BLOCK, axis=-1)[..., :columns]
-    return (weight.values.astype(jnp.float32) * scale).astype(dtype)
+    values = weight.values
+    if values.dtype == jnp.uint8:
+        values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
+    return (values.astype(jnp.float32) * scale).astype(dtype)
 
 
 def as_array(weight: Weight, dtype: DTypeLike) -> jax.Array:

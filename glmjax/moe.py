@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from glmjax.config import GLMConfig
 from glmjax.kernels.grouped_matmul import grouped_apply
-from glmjax.layers import at_layer, swiglu
+from glmjax.layers import at_layer, swiglu, take
 from glmjax.params import MoEParams, Weight
 
 
@@ -52,4 +52,4 @@ def moe(params: MoEParams, config: GLMConfig, index: jax.Array | int, x: jax.Arr
 
 def _expert(stack: Weight, index: jax.Array | int, expert: jax.Array) -> Weight:
     """One expert of one layer, without first copying the layer: [M, E, ...] -> [...]."""
-    return jax.tree.map(lambda w: w[index, expert], stack)
+    return jax.tree.map(lambda w: take(w, index, expert), stack)

@@ -26,7 +26,7 @@ class QuantizedWeight:
     """A block-FP8 weight: ``values * scale``, one scale per 128 x 128 block of the last two axes.
 
     Attributes:
-      values: [..., out, in] float8_e4m3fn.
+      values: [..., out, in] float8_e4m3fn, or their bytes as uint8 (see ``fp8_as_bytes``).
       scale: [..., ceil(out / 128), ceil(in / 128)] float32; it multiplies, despite its name in the checkpoint.
     """
 
@@ -211,6 +211,15 @@ def random_params(config: GLMConfig, dtype: DTypeLike = jnp.float32, *, seed: in
         return jnp.asarray(noise, leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(fill, tree)
+
+
+def fp8_as_bytes(params: Params) -> Params:
+    """The same model with FP8 values as uint8.
+
+    For XLA's CPU backend, which turns a whole FP8 stack into f16 to index it.
+    """
+    bits = jax.jit(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8))
+    return jax.tree.map(lambda x: bits(x) if x.dtype == jnp.float8_e4m3fn else x, params)
 
 
 def num_bytes(tree: object) -> int:

@@ -19,7 +19,7 @@ from glmjax.cache import CacheDtype, KVCache, abstract_cache, make_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.model import logits, run_layers
-from glmjax.params import Params
+from glmjax.params import Params, fp8_as_bytes
 from glmjax.sample import SamplingBatch, sample
 from glmjax.types import MAX_LOGPROBS
 
@@ -170,7 +170,8 @@ class Programs:
         shapes: Sequence[StepShape],
         progress: Callable[[int, int], None] | None = None,
     ):
-        self.config, self.params = config, params
+        on_cpu = all(d.platform == "cpu" for d in params.embed.devices())
+        self.config, self.params = config, fp8_as_bytes(params) if on_cpu else params
         self.num_blocks, self.block_size, self.table_width = num_blocks, block_size, table_width
         self.cache_dtype: CacheDtype = cache_dtype
         self.shapes = tuple(sorted(set(shapes)))

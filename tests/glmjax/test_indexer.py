@@ -153,7 +153,7 @@ def test_scores_equal_transformers(layer):
     "sizes",
     [
         {"CONTEXT_CHUNK": BLOCK},
-        {"CONTEXT_CHUNK": 5 * BLOCK},
+        {"CONTEXT_CHUNK": 6 * BLOCK},  # the last chunk ends beyond the block table
         {"CHUNK_KEYS": 2 * 3 * BLOCK},
         {"TILE_SCORES": 1},
         {"CONTEXT_CHUNK": 4 * BLOCK, "TILE_SCORES": 7 * 2 * 4 * BLOCK},
@@ -236,13 +236,6 @@ def test_fp8_cache_selects_by_the_quantised_query_and_keys():
     x, latent = inputs()
     batch = paged(2, LENGTH, [0, 0], [LENGTH] * 2, shuffled_tables())
     _, chosen = select(empty_pool("fp8_ds_mla"), x, latent, batch)
-    scores = np.stack([scores_numpy(x[r].astype(np.float64), latent[r], fp8=True) for r in range(2)])
-    best = top_k_numpy(scores, CONFIG.index_topk)
-    # Rounding to eight bits may itself go either way when float32 and float64 differ: what is chosen instead of the
-    # best then scores all but the same.
     for r in range(2):
-        for t, (ours, theirs) in enumerate(zip(as_sets(chosen[r]), as_sets(best[r]), strict=True)):
-            assert len(ours) == len(theirs)
-            if ours != theirs:
-                worst = min(scores[r, t, p] for p in ours)
-                assert worst > min(scores[r, t, p] for p in theirs) - 0.02
+        scores = scores_numpy(x[r].astype(np.float64), latent[r], fp8=True)
+        assert as_sets(chosen[r]) == as_sets(top_k_numpy(scores, CONFIG.index_topk))

@@ -43,7 +43,7 @@ def target():
 
 
 def rows_at(start, length, width, block_tables=((0,), (1,))):
-    """Both requests at positions start .. start + length - 1, padded to ``width``: hidden [R * Q, D] and next tokens."""
+    """Hidden [2 * width, D] and next tokens of both requests at positions start .. start + length - 1, padded."""
     following = np.zeros((2, width), np.int32)
     hidden = np.zeros((2, width, target().shape[-1]), np.float32)
     for r, (s, n) in enumerate(zip(start, length, strict=True)):

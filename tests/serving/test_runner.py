@@ -15,7 +15,7 @@ from small_model import BLOCK, CONFIG, NUM_BLOCKS, finish, make_engine
 
 from glmjax.cache import abstract_cache
 from glmjax.params import num_bytes
-from glmjax.programs import MAX_BANNED, StepInputs, StepOutputs, StepShape, make_step, packed_width
+from glmjax.programs import MAX_BANNED, Programs, StepInputs, StepOutputs, StepShape
 from glmjax.serving.plan import Chunk, Plan
 from glmjax.serving.runner import ProgramRunner, fill_row, read_row
 from glmjax.types import SamplingParams
@@ -248,17 +248,22 @@ def test_live_bytes_stay_the_same_over_steps(runner):
 
 @pytest.mark.slow
 def test_a_larger_pool_adds_nothing_to_a_step_but_itself():
-    shape, width = StepShape(1, 16), 4
-
-    def memory(num_blocks):
-        cache = abstract_cache(CONFIG, num_blocks, BLOCK, "float32")
-        packed = jax.ShapeDtypeStruct((1, packed_width(shape, width)), jnp.int32)
-        step = jax.jit(make_step(CONFIG, shape, width, BLOCK), donate_argnums=1)
-        return num_bytes(cache), step.lower(small_model.params(), cache, packed).compile().memory_analysis()
-
-    (small, before), (large, after) = memory(16), memory(1600)
-    assert after.temp_size_in_bytes - before.temp_size_in_bytes < 0.01 * (large - small)
-    assert after.alias_size_in_bytes - before.alias_size_in_bytes == large - small
+    small, shape = small_model.programs(), StepShape(1, 16)
+    num_blocks = 100 * NUM_BLOCKS
+    large = Programs(
+        CONFIG,
+        small_model.params(),
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        table_width=small.table_width,
+        cache_dtype="float32",
+        shapes=[shape],
+    )
+    before, after = (p._steps[shape].memory_analysis() for p in (small, large))
+    sizes = [num_bytes(abstract_cache(CONFIG, n, BLOCK, "float32")) for n in (NUM_BLOCKS, num_blocks)]
+    grown = sizes[1] - sizes[0]
+    assert after.temp_size_in_bytes - before.temp_size_in_bytes < 0.01 * grown
+    assert after.alias_size_in_bytes - before.alias_size_in_bytes == grown
 
 
 def test_close_frees_the_pool():
