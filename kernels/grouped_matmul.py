@@ -53,7 +53,7 @@ def _apply_pairs(x: jax.Array, expert_ids: jax.Array, apply: ExpertFunction) -> 
 def tile_rows(pairs: int, num_experts: int) -> int:
     """Rows of a tile: a power of two from 8, near the mean group.
 
-    Small tiles cost as much as their expert's weights, so most groups should be one tile; large ones cost their padding.
+    Small tiles cost as much as their expert's weights, so most groups should be one tile; large ones cost padding.
     """
     mean = -(-pairs // num_experts)
     return min(128, max(8, 1 << (mean - 1).bit_length()))

@@ -1,7 +1,7 @@
 """What the scheduler asks of the device side in one step, and what comes back.
 
-A plan is plain host data: it can be logged, replayed, simulated, or carried out by a fake runner.  There is no prefill or
-decode phase: a chunk is the next tokens of a request whose KV is not computed yet.
+A plan is plain host data: it can be logged, replayed, simulated, or carried out by a fake runner.  There is no prefill
+or decode phase: a chunk is the next tokens of a request whose KV is not computed yet.
 """
 
 import dataclasses

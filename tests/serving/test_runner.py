@@ -116,7 +116,7 @@ def alone(runner):
 def test_any_schedule_gives_what_each_request_gives_alone(runner, alone):
     seen = collections.Counter()
 
-    @settings(max_examples=200)
+    @settings(max_examples=200, report_multiple_bugs=False)
     @given(limits, st.lists(asks, min_size=2, max_size=6))
     def check(limits, asks):
         litter(runner)
