@@ -41,7 +41,8 @@ def sparse_mla(
     T, K = rows.shape
     chunk = min(K, ROW_CHUNK)
     width = latent_dim + query_rope.shape[-1]
-    tile = max(1, min(T, TILE_ELEMENTS // (chunk * width)))
+    tile = max(1, TILE_ELEMENTS // (chunk * width))
+    tile = min(T, 1 << (tile.bit_length() - 1))  # a power of two divides most shapes, and then nothing is padded
     if tile >= T:
         return _tile(query_latent, query_rope, rows, gather, scale, chunk)
     tiles = -(-T // tile)

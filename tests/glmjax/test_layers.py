@@ -18,7 +18,7 @@ from glmjax.layers import (
     rope_angles,
     swiglu,
 )
-from glmjax.params import QuantizedWeight
+from glmjax.params import QuantizedWeight, fp8_as_bytes
 
 TOLERANCE = 1e-5
 DIM, THETA = 16, 8e6
@@ -124,6 +124,20 @@ def test_dequantize_multiplies_each_block_by_its_scale(shape):
     assert (np.asarray(dequantize(weight, jnp.float32)) == expected).all()
 
 
+def quantized_bytes(*shape, seed=0):
+    return fp8_as_bytes(quantized(*shape, seed=seed))
+
+
+def plain(weight):
+    return dequantize(weight, jnp.float32) if isinstance(weight, QuantizedWeight) else weight
+
+
+def test_bytes_of_fp8_stand_for_the_same_numbers():
+    weight, stored = quantized(200, 300), quantized_bytes(200, 300)
+    assert stored.values.dtype == jnp.uint8
+    assert (np.asarray(plain(stored)) == np.asarray(plain(weight))).all()
+
+
 def test_linear_multiplies_by_the_transpose():
     x, weight = normal(2, 3, 5), normal(4, 5, seed=1)
     assert_close(linear(x, weight), x.astype(np.float64) @ weight.T.astype(np.float64))
@@ -140,18 +154,16 @@ def test_linear_adds_up_in_float32():
     assert linear(x, x, jnp.float32).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("make", [normal, quantized])
+@pytest.mark.parametrize("make", [normal, quantized, quantized_bytes])
 def test_at_layer_is_one_entry_of_a_stack(make):
     stack = make(3, 130, 20)
     layer = jax.jit(at_layer)(stack, 1)
-    whole = dequantize(stack, jnp.float32) if make is quantized else stack
-    part = dequantize(layer, jnp.float32) if make is quantized else layer
-    assert (np.asarray(part) == np.asarray(whole)[1]).all()
+    assert (np.asarray(plain(layer)) == np.asarray(plain(stack))[1]).all()
 
 
-@pytest.mark.parametrize("make", [normal, quantized])
+@pytest.mark.parametrize("make", [normal, quantized, quantized_bytes])
 def test_swiglu_equals_its_formula(make):
     x, gate_up, down = normal(4, 6, scale=0.3), make(2, 7, 6, seed=1), make(6, 7, seed=2)
-    plain = [np.asarray(dequantize(w, jnp.float32) if make is quantized else w, np.float64) for w in (gate_up, down)]
-    gate, up = x @ plain[0][0].T, x @ plain[0][1].T
-    assert_close(swiglu(x, gate_up, down), gate / (1 + np.exp(-gate)) * up @ plain[1].T)
+    wide_gate_up, wide_down = (np.asarray(plain(w), np.float64) for w in (gate_up, down))
+    gate, up = x @ wide_gate_up[0].T, x @ wide_gate_up[1].T
+    assert_close(swiglu(x, gate_up, down), gate / (1 + np.exp(-gate)) * up @ wide_down.T)

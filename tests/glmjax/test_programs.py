@@ -219,7 +219,7 @@ def pool_arrays(cache_dtype):
     return jax.tree.leaves(abstract_cache(tiny_glm.checkpoint()[0], NUM_BLOCKS, BLOCK, cache_dtype))
 
 
-HLO_TYPES = {"float32": "f32", "bfloat16": "bf16", "float8_e4m3fn": "f8e4m3fn"}
+HLO_TYPES = {"float32": "f32", "bfloat16": "bf16", "float8_e4m3fn": "f8e4m3fn", "uint8": "u8"}
 
 
 @pytest.mark.parametrize(("cache_dtype", "shape"), CASES, ids=str)
@@ -236,6 +236,16 @@ def test_temporaries_are_smaller_than_the_pools_main_arrays(cache_dtype, shape):
     cache = jax.eval_shape(programs(cache_dtype).make_cache)
     least = min(x.size * x.dtype.itemsize for x in (cache.latent, cache.rope, cache.index_key))
     assert compiled(cache_dtype, shape).memory_analysis().temp_size_in_bytes < least / 2
+
+
+@pytest.mark.parametrize(("cache_dtype", "shape"), CASES, ids=str)
+def test_pool_is_not_converted_to_read_a_row(cache_dtype, shape):
+    """All that is as large as one layer's keys is of the types that the pool is stored in."""
+    large = (NUM_BLOCKS + 1) * BLOCK * tiny_glm.checkpoint()[0].index_head_dim
+    text = compiled(cache_dtype, shape).as_text()
+    arrays = {(kind, tuple(map(int, dims.split(",")))) for kind, dims in re.findall(r"\b([a-z]\w*)\[([\d,]+)\]", text)}
+    found = {kind for kind, dims in arrays if np.prod(dims) >= large}
+    assert found == {HLO_TYPES[x.dtype.name] for x in pool_arrays(cache_dtype) if x.size >= large}
 
 
 @pytest.mark.parametrize(("cache_dtype", "shape"), CASES, ids=str)
