@@ -3,6 +3,7 @@
 import enum
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -156,12 +157,17 @@ def convert(
     to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,
     dtype: Annotated[Dtype | None, typer.Option(help="Convert weights; by default they stay as they are.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing folder.")] = False,
+    time_loads: Annotated[bool, typer.Option("--time-loads", help="Load both afterwards and print the times.")] = False,
 ) -> None:
     """Convert a checkpoint between Hugging Face's format and Orbax, which loads faster."""
-    from glmjax.checkpoint import convert as run
+    from glmjax import checkpoint
 
-    run(source, target, to=to.value, dtype=dtype.value if dtype else None, overwrite=overwrite)
+    checkpoint.convert(source, target, to=to.value, dtype=dtype.value if dtype else None, overwrite=overwrite)
     typer.echo(f"Wrote {target}")
+    if time_loads:
+        as_dtype = dtype.value if dtype else "bfloat16"
+        for folder, seconds in checkpoint.time_loads([source, target], as_dtype, time.perf_counter).items():
+            typer.echo(f"{seconds:8.3f} s to load {folder} as {as_dtype}")
 
 
 @app.command()

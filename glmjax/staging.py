@@ -22,7 +22,7 @@ def staged_folder(path: str | Path, *, overwrite: bool = False) -> Iterator[Path
         raise CheckpointError(f"{path} is a file, not a folder")
     taken = target.exists() and any(target.iterdir())
     if taken and not overwrite:
-        raise CheckpointError(f"{path} exists; pass overwrite=True to replace it")
+        raise CheckpointError(f"{path} exists; pass overwrite=True (--overwrite) to replace it")
     staging = _free_sibling(target, "new")
     try:
         staging.mkdir(parents=True)
