@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import glmjax
 from glmjax.cache import abstract_cache
 from glmjax.checkpoint import load_checkpoint
-from glmjax.config import GLMConfig
+from glmjax.config import GLMConfig, token_ids
 from glmjax.demo import build_demo
 from glmjax.errors import CheckpointError, ConfigError, RequestError
 from glmjax.options import EngineOptions, engine_options
@@ -196,12 +196,16 @@ def serve(
       api_key: if given, clients must send one of them as a Bearer token.
       max_num_queued_requests: more waiting requests get a 503.
     """
+    names = [served_model_name] if isinstance(served_model_name, str) else served_model_name or [str(model)]
+    keys = [api_key] if isinstance(api_key, str) else api_key or ()
+    if not all(keys):
+        raise ConfigError("api_key is empty: leave it out to serve without a key")
+    if max_num_queued_requests is not None and max_num_queued_requests < 1:
+        raise ConfigError(f"max_num_queued_requests must be at least 1, got {max_num_queued_requests}")
     llm = LLM(model, **options)
     if llm.tokenizer is None:
         llm.close()
         raise ConfigError(f"{llm.model_path} has no tokenizer.json, which the server needs")
-    names = [served_model_name] if isinstance(served_model_name, str) else served_model_name or [str(model)]
-    keys = [api_key] if isinstance(api_key, str) else api_key or ()
     http = HttpOptions(
         model_names=names,
         version=glmjax.__version__,
@@ -216,15 +220,16 @@ def serve(
         llm.close()
         raise
     if block:
-        announce(server, names[0])
+        announce(server, names[0], keys[0] if keys else None)
         server.wait()
     return server
 
 
-def announce(server: Server, name: str) -> None:
+def announce(server: Server, name: str, api_key: str | None = None) -> None:
     """Says on standard output where the server is, and a command that tries it."""
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
-    curl = f"curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
+    key = f" -H 'Authorization: Bearer {api_key}'" if api_key else ""
+    curl = f"curl{key} {server.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"
     sys.stdout.write(f"Serving {name} on {server.url}\nTry it:\n  {curl}\n")
     sys.stdout.flush()
 
@@ -313,7 +318,12 @@ def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -
     one = num_bytes(abstract_cache(config, 0, options.block_size, options.cache_dtype))
     budget = options.kv_cache_gib * GIB if options.kv_cache_gib else _free_bytes()
     most = options.max_num_seqs * -(-max_model_len // options.block_size)
-    return max(1, min(most, int(budget // one)))
+    if budget < one:
+        raise ConfigError(
+            f"{max(budget, 0) / GIB:.3f} GiB are left for the KV pool, and one block of {options.block_size} tokens "
+            f"takes {one / GIB:.3f}: raise kv_cache_gib or lower block_size"
+        )
+    return min(most, int(budget // one))
 
 
 def _free_bytes() -> float:
@@ -331,10 +341,17 @@ def _generation_config(path: Path, config: GLMConfig) -> tuple[dict[str, Any], t
         raw = json.loads(file.read_text()) if file.exists() else {}
     except ValueError as e:
         raise ConfigError(f"{file} is not valid JSON: {e}") from None
-    eos = raw.get("eos_token_id") or []
-    eos = [eos] if isinstance(eos, int) else eos
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file} must hold an object, got {type(raw).__name__}")
+    eos = token_ids(f"{file.name}: eos_token_id", raw.get("eos_token_id"))
     names = ("temperature", "top_p", "top_k", "min_p")
     defaults = {k: raw[k] for k in names if raw.get(k) is not None}
+    if raw.get("do_sample") is False:
+        defaults = {"temperature": 0.0}
+    try:
+        SamplingParams(**defaults)
+    except RequestError as e:
+        raise ConfigError(f"{file}: {e}") from None
     return defaults, tuple(dict.fromkeys((*config.eos_token_ids, *eos)))
 
 

@@ -7,7 +7,7 @@ from glmjax.batch import TokenBatch
 from glmjax.cache import KVCache, insert_mla, read_mla
 from glmjax.config import GLMConfig
 from glmjax.kernels.sparse_mla import sparse_mla
-from glmjax.layers import apply_rope, linear, rms_norm
+from glmjax.layers import apply_rope, linear, precision_of, rms_norm
 from glmjax.params import AttentionParams
 
 
@@ -53,7 +53,7 @@ def attend(
     heads, nope = config.num_attention_heads, config.qk_nope_head_dim
     query = linear(latent, weights.query_up).reshape(-1, heads, config.qk_head_dim)
     content, rope = query[..., :nope], apply_rope(query[..., nope:], angles[:, None])
-    absorbed = jnp.einsum("thn,hnc->thc", content, weights.key_up)
+    absorbed = jnp.einsum("thn,hnc->thc", content, weights.key_up, precision=precision_of(content))
     out, _ = sparse_mla(
         absorbed,
         rope,
@@ -62,5 +62,5 @@ def attend(
         scale=config.softmax_scale,
         latent_dim=config.kv_lora_rank,
     )
-    values = jnp.einsum("thc,hvc->thv", out, weights.value_up)
+    values = jnp.einsum("thc,hvc->thv", out, weights.value_up, precision=precision_of(out))
     return linear(values.reshape(-1, heads * config.v_head_dim), weights.output)

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -13,6 +13,9 @@ from glmjax import __version__
 from glmjax.errors import GlmjaxError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="GLM-5.3 in JAX: serve, generate, convert.")
+
+# Of click, which typer imports or carries with it, depending on its version.
+_ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 class Dtype(enum.StrEnum):
@@ -197,7 +200,17 @@ def _root(
 def main() -> None:
     """Entry point: one line and exit code 2 for what the user can mend."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except GlmjaxError as error:
-        sys.stderr.write(f"glmjax: {error}\n")
-        raise SystemExit(2) from None
+        _fail(str(error))
+    except _ClickException as error:
+        _fail(error.format_message())
+    except (typer.Abort, KeyboardInterrupt):
+        raise SystemExit(130) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str) -> NoReturn:
+    if message:  # empty where help was shown instead
+        sys.stderr.write(f"glmjax: {' '.join(message.split())}\n")
+    raise SystemExit(2)

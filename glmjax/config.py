@@ -122,6 +122,8 @@ class GLMConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "GLMConfig":
         """Builds the config from the keys of a Hugging Face ``config.json``; see ``from_hf``."""
+        if not isinstance(raw, dict):
+            raise ConfigError(f"config.json must hold an object, got {type(raw).__name__}")
         _refuse_unsupported(raw)
         missing = [k for k in _REQUIRED if raw.get(k) is None]
         if missing:
@@ -132,14 +134,14 @@ class GLMConfig:
         layers = raw["num_hidden_layers"]
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         eos = raw.get("eos_token_id")
-        optional = {k: raw[k] for k in _OPTIONAL if raw.get(k) is not None}
+        optional = {k: _typed(k, raw[k]) for k in _OPTIONAL if raw.get(k) is not None}
         return cls(
             **{k: raw[k] for k in _REQUIRED},
             **optional,
             indexer_types=_indexer_types(raw, layers),
             first_k_dense_replace=_num_dense(raw, layers),
-            rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 1e6))),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+            rope_theta=_typed("rope_theta", rope.get("rope_theta", raw.get("rope_theta", 1e6))),
+            eos_token_ids=token_ids("config.json: eos_token_id", eos),
             # Absent keys mean GLM-5's defaults, not GLM-5.3's (spec/model.md 1.2).
             index_share_for_mtp_iteration=bool(raw.get("index_share_for_mtp_iteration", False)),
             num_nextn_predict_layers=raw.get("num_nextn_predict_layers") or 0,
@@ -238,6 +240,29 @@ class GLMConfig:
         return cls(**(base | changes))
 
 
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """None, an id or a list of ids as a tuple; ``name`` is for the error."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ConfigError(f"{name} must be a token id or a list of them, got {value!r}")
+    return tuple(ids)
+
+
+def _typed(key: str, value: Any) -> Any:
+    """A value of ``config.json`` after a check of its type, by the name of its field."""
+    if key in ("norm_topk_prob", "indexer_rope_interleave"):
+        right, kind = isinstance(value, bool), "true or false"
+    elif key in ("routed_scaling_factor", "rms_norm_eps", "rope_theta"):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        right, kind = number and 0 < value < float("inf"), "a positive number"
+        value = float(value) if right else value
+    else:
+        right, kind = isinstance(value, int) and not isinstance(value, bool) and value >= 0, "a whole number"
+    if not right:
+        raise ConfigError(f"config.json: {key} must be {kind}, got {value!r}")
+    return value
+
+
 class _Checks:
     """Relations between fields, each with an error that names both."""
 
@@ -315,6 +340,8 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
         if value not in supported:
             raise ConfigError(f"{key}={value!r} is not supported; expected {supported[0]!r}")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ConfigError(f"config.json: rope_parameters must be an object, got {rope!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ConfigError(f"rope_type={kind!r} is not supported; expected 'default'")

@@ -55,7 +55,9 @@ def select(
     cache = insert_index_key(cache, indexer, batch.write_slots.reshape(-1), rotate(key, angles))
 
     query = rotate(linear(query_latent, weights.query).reshape(-1, heads, dim), angles[:, None])
-    head_weights = x.astype(jnp.float32) @ weights.head_weights.T * (dim * heads) ** -0.5  # [T, heads]
+    head_weights = (
+        jnp.matmul(x.astype(jnp.float32), weights.head_weights.T, precision="highest") * (dim * heads) ** -0.5
+    )  # [T, heads]
     if cache.quantized:
         query, query_scale = codec.quantize_index_key(query)
         query, head_weights = query.astype(jnp.float32), head_weights * query_scale

@@ -47,8 +47,14 @@ def linear(x: jax.Array, weight: Weight, out_dtype: DTypeLike | None = None) -> 
     """x Wᵀ: [..., in] times [out, in] -> [..., out], accumulated in float32; in x's dtype unless told otherwise."""
     out_dtype = out_dtype or x.dtype
     w = as_array(weight, x.dtype)
-    out = jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    out = jax.lax.dot_general(x, w, dims, precision=precision_of(x), preferred_element_type=jnp.float32)
     return out.astype(out_dtype)
+
+
+def precision_of(x: jax.Array) -> str | None:
+    """float32 products are float32 products, on GPUs too, where XLA would take TF32."""
+    return "highest" if x.dtype == jnp.float32 else None
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -19,7 +19,7 @@ def route(router: jax.Array, bias: jax.Array, config: GLMConfig, x: jax.Array) -
     Returns:
       expert ids [T, k] int32 and their weights [T, k] float32.
     """
-    probability = jax.nn.sigmoid(x.astype(jnp.float32) @ router.T)
+    probability = jax.nn.sigmoid(jnp.matmul(x.astype(jnp.float32), router.T, precision="highest"))
     _, ids = jax.lax.top_k(probability + bias, config.num_experts_per_tok)
     weights = jnp.take_along_axis(probability, ids, axis=-1)
     if config.norm_topk_prob:

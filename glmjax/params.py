@@ -216,10 +216,12 @@ def random_params(config: GLMConfig, dtype: DTypeLike = jnp.float32, *, seed: in
 def fp8_as_bytes(params: Params) -> Params:
     """The same model with FP8 values as uint8.
 
-    For XLA's CPU backend, which turns a whole FP8 stack into f16 to index it.
+    For XLA's CPU backend, which turns a whole FP8 stack into f16 to index it.  The host's view of a CPU array goes back
+    to the device by reference, so nothing is held twice.
     """
-    bits = jax.jit(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8))
-    return jax.tree.map(lambda x: bits(x) if x.dtype == jnp.float8_e4m3fn else x, params)
+    return jax.tree.map(
+        lambda x: jax.device_put(np.asarray(x).view(np.uint8)) if x.dtype == jnp.float8_e4m3fn else x, params
+    )
 
 
 def num_bytes(tree: object) -> int:

@@ -91,7 +91,9 @@ def _keep_likely(scaled: jax.Array, how: SamplingBatch) -> jax.Array:
     ordered = jnp.where(jnp.arange(vocab) < k, ordered, -jnp.inf)
     probability = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    kept = jnp.where((before < how.top_p[:, None]) & (ordered > -jnp.inf), ordered, jnp.inf)
+    kept = jnp.where(
+        ((before < how.top_p[:, None]) | (how.top_p[:, None] >= 1)) & (ordered > -jnp.inf), ordered, jnp.inf
+    )
     return jnp.where(scaled >= jnp.min(kept, axis=-1, keepdims=True), scaled, -jnp.inf)
 
 

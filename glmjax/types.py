@@ -1,4 +1,4 @@
-"""Values that cross between the layers of glmjax: sampling parameters, requests' outputs, plans of a step."""
+"""Values that cross between the layers of glmjax: sampling parameters and requests' outputs."""
 
 import dataclasses
 import math

@@ -15,8 +15,8 @@ from glmjax.batch import contiguous_batch
 from glmjax.cache import abstract_cache, make_cache
 from glmjax.checkpoint import load_checkpoint
 from glmjax.config import GLMConfig
-from glmjax.model import forward, group_runs, run_group, run_layers
-from glmjax.params import FLOAT32_WEIGHTS, abstract_params
+from glmjax.model import forward, group_runs, logits, run_group, run_layers
+from glmjax.params import FLOAT32_WEIGHTS, abstract_params, random_params
 from glmjax.programs import StepShape, make_step, packed_width
 
 TOLERANCE = 1e-4
@@ -24,11 +24,11 @@ whole = jax.jit(forward, static_argnums=2)
 
 
 @functools.cache
-def trunk(dtype="float32"):
+def trunk():
     """Hidden states [B, S, D] after the final norm and the selections [N, B, S, K] for the reference's prompts."""
     config, params = tiny_glm.checkpoint()
     tokens = jnp.asarray(tiny_glm.recorded()["input_ids"])
-    cache = make_cache(config, *tokens.shape, dtype)
+    cache = make_cache(config, *tokens.shape, "float32")
     _, hidden, chosen = jax.jit(run_layers, static_argnums=1)(params, config, cache, contiguous_batch(tokens))
     return np.asarray(hidden).reshape(*tokens.shape, -1), np.asarray(chosen).reshape(len(chosen), *tokens.shape, -1)
 
@@ -51,28 +51,30 @@ def kind_of(config, layer):
 @pytest.mark.parametrize(
     ("key", "changes"),
     [
-        ("logits", {}),
         ("logits_eps_cfg", {"mla_norm_eps": 1e-5}),
         ("logits_dense", {"index_topk": 64}),
     ],
 )
-def test_logits_equal_transformers(key, changes):
+def test_forward_equals_transformers(key, changes):
     config, params = tiny_glm.checkpoint()
     recorded = tiny_glm.recorded()
-    logits = whole(params, jnp.asarray(recorded["input_ids"]), dataclasses.replace(config, **changes))
-    assert np.abs(np.asarray(logits) - recorded[key]).max() < TOLERANCE
+    scores = whole(params, jnp.asarray(recorded["input_ids"]), dataclasses.replace(config, **changes))
+    assert np.abs(np.asarray(scores) - recorded[key]).max() < TOLERANCE
 
 
 def test_block_fp8_logits_equal_transformers_with_dequantised_weights():
     config, params = load_checkpoint(tiny_glm.FOLDER / "fp8")
     with np.load(tiny_glm.FOLDER / "fp8" / "ref.npz") as recorded:
         config = dataclasses.replace(config, mla_norm_eps=1e-6)
-        logits = whole(params, jnp.asarray(recorded["input_ids"]), config)
-        assert np.abs(np.asarray(logits) - recorded["logits"]).max() < TOLERANCE
+        scores = whole(params, jnp.asarray(recorded["input_ids"]), config)
+        assert np.abs(np.asarray(scores) - recorded["logits"]).max() < TOLERANCE
 
 
-def test_final_hidden_states_equal_transformers():
-    assert np.abs(trunk()[0] - tiny_glm.recorded()["final_norm"]).max() < TOLERANCE
+def test_final_hidden_states_and_logits_equal_transformers():
+    recorded, (hidden, _) = tiny_glm.recorded(), trunk()
+    assert np.abs(hidden - recorded["final_norm"]).max() < TOLERANCE
+    scores = np.asarray(logits(tiny_glm.checkpoint()[1], jnp.asarray(tiny_glm.as_rows(hidden))))
+    assert np.abs(scores - tiny_glm.as_rows(recorded["logits"])).max() < TOLERANCE
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -128,10 +130,10 @@ def test_bf16_layer_is_close_to_float32_on_the_same_input():
 
 
 def test_bf16_model_gives_float32_logits():
-    config, params = tiny_glm.checkpoint()
-    logits = whole(lower_precision(params), jnp.asarray(tiny_glm.recorded()["input_ids"][:, :20]), config)
-    assert logits.dtype == jnp.float32 and logits.shape == (2, 20, config.vocab_size)
-    assert np.isfinite(np.asarray(logits)).all()
+    config = GLMConfig.tiny(num_hidden_layers=2, first_k_dense_replace=1, num_nextn_predict_layers=0)
+    scores = whole(random_params(config, jnp.bfloat16), jnp.asarray(tiny_glm.recorded()["input_ids"]), config)
+    assert scores.dtype == jnp.float32 and scores.shape == (2, 48, config.vocab_size)
+    assert np.isfinite(np.asarray(scores)).all()
 
 
 # How the program grows.
