@@ -56,7 +56,7 @@ def select_top_k(scores: jax.Array, k: int) -> jax.Array:
     above, equal = key > threshold, key == threshold
     room = k - jnp.sum(above, axis=-1, keepdims=True)
     chosen = (above | (equal & (_running_count(equal) <= room))) & (scores > -jnp.inf)
-    return _compact(_running_count(chosen), k)
+    return _compact(chosen, k)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -87,18 +87,32 @@ def _running_count(mask: jax.Array, block: int = 64) -> jax.Array:
     return (within + before[..., None]).reshape(N, -1)[:, :S].astype(jnp.int32)
 
 
-def _compact(count: jax.Array, k: int) -> jax.Array:
-    """Where a running count [N, S] first reaches 1, 2, .. k, by bisection; -1 where it never does."""
-    size = count.shape[-1]
-    wanted = jnp.arange(1, k + 1, dtype=jnp.int32)
-    place = jnp.zeros((count.shape[0], k), jnp.int32)
-    step = 1 << (size.bit_length() - 1)
-    while step:
-        ahead = place + step
-        below = jnp.take_along_axis(count, jnp.minimum(ahead, size) - 1, axis=-1) < wanted
-        place = jnp.where((ahead <= size) & below, ahead, place)
-        step //= 2
-    return jnp.where(place < size, place, -1)
+def _compact(mask: jax.Array, k: int) -> jax.Array:
+    """Indices of the first k True of each row [N, S] in ascending order; -1 (last) where there are fewer.
+
+    The row becomes words of 32 bits.  A wanted entry's word is found by comparing counts and its bit by halving the
+    word, so that there is one gather and no scatter.
+    """
+    N, S = mask.shape
+    bits = jnp.pad(mask, ((0, 0), (0, -S % 32))).astype(jnp.float32).reshape(N, -1, 2, 16)
+    halves = (bits @ (2.0 ** jnp.arange(16))).astype(jnp.uint32)  # exact: below 2^16
+    words = halves[..., 0] | (halves[..., 1] << 16)
+    count = jax.lax.population_count(words).astype(jnp.float32)
+    through = count @ jnp.triu(jnp.ones((count.shape[1],) * 2, jnp.float32))  # inclusive
+    wanted = jnp.arange(1, k + 1, dtype=jnp.float32)
+    before = through[:, None, :] < wanted[:, None]  # [N, k, words]
+    at = jnp.sum(before.astype(jnp.float32), axis=-1).astype(jnp.int32)
+    inside = jnp.minimum(at, words.shape[1] - 1)
+    word = jnp.take_along_axis(words, inside, axis=-1)
+    rank = (wanted - 1 - jnp.take_along_axis(through - count, inside, axis=-1)).astype(jnp.uint32)
+    bit = jnp.zeros_like(word)
+    for width in (16, 8, 4, 2, 1):
+        low = jax.lax.population_count(word & jnp.uint32((1 << width) - 1))
+        skip = rank >= low
+        rank = jnp.where(skip, rank - low, rank)
+        word = jnp.where(skip, word >> width, word)
+        bit = jnp.where(skip, bit + width, bit)
+    return jnp.where(at < words.shape[1], at * 32 + bit.astype(jnp.int32), -1)
 
 
 def top_k_numpy(scores: np.ndarray, k: int) -> np.ndarray:
