@@ -1,0 +1,126 @@
+"""Compiles programs for N H200s on a machine that has none, and says what XLA made of them.
+
+XLA's own buffer assignment is the memory figure and its scheduled HLO (``glmjax.sharding.hlo`` reads it) the proof of
+overlap. Needs JAX's CUDA plugin and ptxas, no GPU and no driver; the process keeps its own backend, and arrays and
+programs on it are not touched.
+
+What such a compilation cannot know: nothing is autotuned, so XLA's own matmuls have default tiles and may hold the
+partial sums of a split contraction, and sorts do without CUB; the devices list no memory kinds, so an argument in
+``pinned_host`` counts as device memory (a ``jax.device_put`` to ``jax.memory.Space.Host`` in the program is honoured).
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+
+from glmjax.errors import ConfigError
+
+GPUS_PER_HOST = 8
+OPTIONS: Mapping[str, bool | int | str] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on one device, from XLA's buffer assignment."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    aliased: int  # of the outputs, those that live in donated arguments
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+@dataclass(frozen=True)
+class H200Program:
+    """A compiled program.
+
+    Attributes:
+      memory: what one device needs to run it.
+      hlo: the scheduled HLO of one device.
+      executable: JAX's own object; ``serialize_executable`` gets the machine code out of it. It cannot be called.
+    """
+
+    memory: DeviceMemory
+    hlo: str = field(repr=False)
+    executable: jax.stages.Compiled = field(repr=False)
+
+
+def h200_devices(count: int) -> list[jax.Device]:
+    """Compile-only H200s, for a ``Mesh`` that keeps their order; more than eight stand in hosts of eight.
+
+    JAX leaves the CUDA plugin out if it finds no CUDA libraries, unless it was told not to run on CUDA: on a machine
+    without a GPU set ``JAX_PLATFORMS=cpu``, or ``jax.config.update("jax_platforms", "cpu")`` before JAX is first used.
+
+    Raises:
+      ConfigError: JAX has no CUDA plugin, or this many GPUs do not fill hosts of eight.
+    """
+    hosts, rest = divmod(count, GPUS_PER_HOST)
+    if count < 1 or (hosts and rest):
+        raise ConfigError(f"count={count} H200s: give 1 to {GPUS_PER_HOST}, or a multiple of {GPUS_PER_HOST}")
+    target = files("glmjax.sharding").joinpath("h200.txtpb").read_text()
+    topology = f"1x{hosts}x{GPUS_PER_HOST}" if hosts else f"1x1x{count}"  # slices x hosts x GPUs of a host
+    try:
+        return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
+    except NotImplementedError as error:
+        raise ConfigError(
+            "JAX has no CUDA plugin to compile for H200 with: pip install 'glmjax[cuda12]'. If that is installed and "
+            "this machine has no GPU, JAX left it out: set JAX_PLATFORMS=cpu"
+        ) from error
+
+
+def compile_for_h200(
+    function: Callable[..., Any],
+    *arguments: Any,
+    mesh: Mesh,
+    donate: tuple[int, ...] = (),
+    options: Mapping[str, bool | int | str] | None = None,
+) -> H200Program:
+    """Compiles a function of arrays for the devices of ``mesh``.
+
+    Args:
+      function: what ``jax.jit`` takes.
+      arguments: a pytree of ``jax.ShapeDtypeStruct`` for each argument, each with a ``NamedSharding`` over ``mesh``.
+      mesh: over ``h200_devices``.
+      donate: positions of the arguments whose memory the outputs may take.
+      options: XLA compiler options on top of ``OPTIONS``.
+
+    Raises:
+      ConfigError: ``mesh`` is not of GPUs, or an argument is not an abstract array placed on it.
+      jax.errors.JaxRuntimeError: XLA refuses the program, or there is no ptxas.
+    """
+    _check(arguments, mesh)
+    # Pallas asks the abstract mesh which GPU it lowers for.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
+        # JAX's persistent cache, where it is on, keeps these programs but cannot load them without a GPU.
+        warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
+        lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+        compiled = lowered.compile(compiler_options={**OPTIONS, **(options or {})})
+    sizes, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert sizes is not None and hlo is not None  # XLA's GPU compiler gives both
+    memory = DeviceMemory(
+        arguments=sizes.argument_size_in_bytes,
+        outputs=sizes.output_size_in_bytes,
+        temporaries=sizes.temp_size_in_bytes,
+        aliased=sizes.alias_size_in_bytes,
+    )
+    return H200Program(memory, hlo, compiled)
+
+
+def _check(arguments: tuple[Any, ...], mesh: Mesh) -> None:
+    platform = mesh.devices.flat[0].platform
+    if platform != "gpu":
+        raise ConfigError(f"mesh of {platform} devices: make it of h200_devices({mesh.size})")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+            name = f"arguments{jax.tree_util.keystr(path)}"
+            raise ConfigError(f"{name} is {leaf!r:.100}: give a ShapeDtypeStruct with a NamedSharding over the mesh")
