@@ -74,7 +74,7 @@ def scores() -> Iterator[tuple[str, str, float]]:
         return jnp.sum(jax.nn.relu(jnp.einsum("rqhd,rcd->rqhc", q, k)) * w[..., None], axis=2)
 
     def by_head(q: jax.Array, w: jax.Array, k: jax.Array) -> jax.Array:
-        return index_scores(q, w, k, None, position, jnp.int32(0))
+        return index_scores(q, w, k, None, position, jnp.arange(k.shape[1]))
 
     yield "index scores", "all heads, then a sum", median_ms(at_once, query, head_weights, keys)
     yield "index scores", "head by head", median_ms(by_head, query, head_weights, keys)

@@ -1,14 +1,22 @@
-"""Sparse multi-head latent attention, always absorbed: one 576-wide row of the KV pool serves all heads."""
+"""Sparse multi-head latent attention, always absorbed: one 576-wide row of the KV pool serves all heads.
+
+Heads are those of this device. Where the KV is split over devices (DCP), either a copy of all rows has been gathered, or
+the queries are: then each device attends to the selected rows that it holds, with the heads of all, and the partial
+results are merged by log-sum-exp.
+"""
 
 import jax
 import jax.numpy as jnp
 
-from glmjax.batch import TokenBatch
-from glmjax.cache import KVCache, insert_mla, read_mla
+from glmjax.cache import pack_mla, read_mla
 from glmjax.config import GLMConfig
+from glmjax.gathered import KV, gathered_slots
 from glmjax.kernels.sparse_mla import sparse_mla
+from glmjax.kernels.topk import compact
 from glmjax.layers import apply_rope, linear, precision_of, rms_norm
 from glmjax.params import AttentionParams
+from glmjax.share import Share
+from glmjax.sharding.merge import merge_attention, shard_weight, weigh
 
 
 def query_latent(weights: AttentionParams, config: GLMConfig, x: jax.Array) -> jax.Array:
@@ -19,48 +27,95 @@ def query_latent(weights: AttentionParams, config: GLMConfig, x: jax.Array) -> j
 def insert_kv(
     weights: AttentionParams,
     config: GLMConfig,
-    cache: KVCache,
+    kv: KV,
     layer: jax.Array | int,
     x: jax.Array,
     angles: jax.Array,
-    batch: TokenBatch,
-) -> KVCache:
+    share: Share,
+) -> KV:
     """Computes the latent and rotary key of x [T, D] and writes them to the batch's slots."""
     latent, rope = jnp.split(linear(x, weights.kv_down), [config.kv_lora_rank], axis=-1)
     latent = rms_norm(latent, weights.kv_norm, config.mla_norm_eps)
-    return insert_mla(cache, layer, batch.write_slots.reshape(-1), latent, apply_rope(rope, angles))
+    return kv.write(layer, pack_mla(kv.cache, latent, apply_rope(rope, angles)), share)
+
+
+def selected_slots(share: Share, positions: jax.Array) -> jax.Array:
+    """Where attention reads the selected positions [T, K]: slots of the pool or the copy, -1 for missing.
+
+    With queries gathered: [T', K] for all of their rows, what this device does not hold missing.
+    """
+    if share.kv == "query_gather":
+        slots = share.query_slots(share.gather_queries(positions))
+        # Held ones first: attention stops after the last.
+        held = compact(slots >= 0, slots.shape[1])
+        return jnp.where(held >= 0, jnp.take_along_axis(slots, jnp.maximum(held, 0), axis=1), -1)
+    r = share.block_tables.shape[0]
+    find = share.slots if share.kv == "pool" else lambda p: gathered_slots(share, p)
+    return find(positions.reshape(r, -1)).reshape(positions.shape)
 
 
 def attend(
     weights: AttentionParams,
     config: GLMConfig,
-    cache: KVCache,
+    kv: KV,
     layer: jax.Array | int,
     latent: jax.Array,
     angles: jax.Array,
     slots: jax.Array,
+    share: Share,
 ) -> jax.Array:
     """Attention over the selected slots and the output projection.
 
     Args:
       latent: [T, q_lora] from ``query_latent``.
       angles: [T, rope / 2].
-      slots: [T, K] int32, valid ones first, -1 for missing.
+      slots: from ``selected_slots``.
 
     Returns:
-      [T, D].
+      [T, D], summed over all heads.
     """
-    heads, nope = config.num_attention_heads, config.qk_nope_head_dim
+    heads, nope = weights.key_up.shape[0], config.qk_nope_head_dim  # heads of this device
     query = linear(latent, weights.query_up).reshape(-1, heads, config.qk_head_dim)
     content, rope = query[..., :nope], apply_rope(query[..., nope:], angles[:, None])
     absorbed = jnp.einsum("thn,hnc->thc", content, weights.key_up, precision=precision_of(content))
-    out, _ = sparse_mla(
+    if share.kv == "query_gather":
+        absorbed, rope = _gather_heads(share, absorbed), _gather_heads(share, rope)
+    out, lse = sparse_mla(
         absorbed,
         rope,
         slots,
-        lambda rows: read_mla(cache, layer, rows),
+        lambda rows: read_mla(*kv.source(layer), rows),
         scale=config.softmax_scale,
         latent_dim=config.kv_lora_rank,
     )
+    if share.kv == "query_gather":
+        out = _merge(share, out, lse)
     values = jnp.einsum("thc,hvc->thv", out, weights.value_up, precision=precision_of(out))
-    return linear(values.reshape(-1, heads * config.v_head_dim), weights.output)
+    projected = linear(values.reshape(-1, heads * config.v_head_dim), weights.output)
+    return share.collectives.all_reduce(projected, share.layout.tensor_axes)
+
+
+def _gather_heads(share: Share, x: jax.Array) -> jax.Array:
+    """[T, heads, d] of this device -> [T', heads', d] of the devices among which the KV is split."""
+    return share.collectives.all_gather(share.gather_queries(x), share.layout.shard_tensor_axes, 1)
+
+
+def _merge(share: Share, out: jax.Array, lse: jax.Array) -> jax.Array:
+    """Partial outputs [T', heads', c] and log-sum-exps [T', heads'] -> [T, heads, c] over all keys."""
+    layout, collectives = share.layout, share.collectives
+    by_token, by_head = layout.shard_context_axes, layout.shard_tensor_axes
+    r, q = share.query_positions.shape
+    dtype = out.dtype
+    out, lse = out.astype(jnp.float32).reshape(r, q, *out.shape[1:]), lse.reshape(r, q, -1)
+    if share.combine == "ag_rs":
+        everyone = collectives.all_gather(lse[None], layout.shard_axes, 0)
+        own = weigh(out, shard_weight(everyone, share.shard_rank))
+        own = collectives.reduce_scatter(own, by_token, share.split_dim)
+        own = collectives.reduce_scatter(own, by_head, 2)
+    else:
+        parts = []
+        for x in (out[None], lse[None]):
+            x = collectives.all_to_all(x, by_token, 1 + share.split_dim, 0)
+            parts.append(collectives.all_to_all(x, by_head, 3, 0))
+        own, _ = merge_attention(*parts)
+    return own.astype(dtype).reshape(-1, *own.shape[2:])

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 
@@ -33,22 +32,6 @@ class TokenBatch:
     def valid(self) -> jax.Array:
         """[R, Q] bool."""
         return jnp.arange(self.tokens.shape[1], dtype=jnp.int32) < self.length[:, None]
-
-    @property
-    def write_slots(self) -> jax.Array:
-        """[R, Q] int32 slots of the new tokens, -1 for padding."""
-        return jnp.where(self.valid, self.slots(self.positions), -1)
-
-    def slots(self, positions: jax.Array) -> jax.Array:
-        """Slots of positions [R, ...] of each request; out-of-table positions give an arbitrary valid slot."""
-        flat = positions.reshape(positions.shape[0], -1)
-        block = jnp.take_along_axis(self.block_tables, flat // self.block_size, axis=1, mode="clip")
-        return (block * self.block_size + flat % self.block_size).reshape(positions.shape)
-
-
-def slots_numpy(block_table: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
-    """NumPy twin of ``TokenBatch.slots`` for one request: [B], [...] -> [...]."""
-    return block_table[positions // block_size] * block_size + positions % block_size
 
 
 def contiguous_batch(tokens: jax.Array) -> TokenBatch:

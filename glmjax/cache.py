@@ -6,7 +6,6 @@ A slot holds one token in every layer. The scheduler owns which request a slot b
 Letters: L layers, N indexers, S slots.
 """
 
-import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -43,6 +42,9 @@ class KVCache:
     @property
     def quantized(self) -> bool:
         return self.latent_scale is not None
+
+
+Rows = dict[str, jax.Array]  # rows on their way into a cache, as it stores them: field -> [T, ...]
 
 
 def abstract_cache(
@@ -88,7 +90,8 @@ def _bits(fp8: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(fp8, jnp.uint8)
 
 
-def _values(stored: jax.Array) -> jax.Array:
+def stored_values(stored: jax.Array) -> jax.Array:
+    """Numbers of what a pool stores: bytes become fp8."""
     return jax.lax.bitcast_convert_type(stored, codec.FP8) if stored.dtype == jnp.uint8 else stored
 
 
@@ -100,7 +103,6 @@ def _write(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.
     """
     size = pool.shape[1]
     slots = jnp.where(slots >= 0, slots, size - 1)
-    rows = _bits(rows) if pool.dtype == jnp.uint8 else rows.astype(pool.dtype)
 
     def put(i: jax.Array | int, pool: jax.Array) -> jax.Array:
         row = jax.lax.dynamic_slice_in_dim(rows, i, 1)[None]
@@ -110,36 +112,52 @@ def _write(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.
     return jax.lax.fori_loop(0, rows.shape[0], put, pool) if rows.shape[0] > 1 else put(0, pool)
 
 
-def _read(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Array:
-    """pool[layer, slots] for slots >= 0."""
+def read_stored(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Array:
+    """pool[layer, slots] for slots >= 0, as stored."""
     layers, size = pool.shape[:2]
     flat = pool.reshape(layers * size, *pool.shape[2:])
-    return _values(flat.at[layer * size + slots].get(mode="promise_in_bounds"))
+    return flat.at[layer * size + slots].get(mode="promise_in_bounds")
+
+
+def _read(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Array:
+    return stored_values(read_stored(pool, layer, slots))
+
+
+def pack_mla(cache: KVCache, latent: jax.Array, rope: jax.Array) -> Rows:
+    """Rows as the cache stores them: latent [T, kv_lora], rope [T, rope]."""
+    rope = rope.astype(cache.rope.dtype)
+    if not cache.quantized:
+        return {"latent": latent.astype(cache.latent.dtype), "rope": rope}
+    values, scale = codec.quantize_latent(latent.astype(jnp.bfloat16))
+    return {"latent": _bits(values), "latent_scale": scale, "rope": rope}
+
+
+def pack_index_key(cache: KVCache, key: jax.Array) -> Rows:
+    """Index keys as the cache stores them: [T, index_dim]."""
+    if not cache.quantized:
+        return {"index_key": key.astype(cache.index_key.dtype)}
+    values, scale = codec.quantize_index_key(key.astype(jnp.bfloat16))
+    return {"index_key": _bits(values), "index_scale": scale}
+
+
+def write_rows(cache: KVCache, place: jax.Array | int, slots: jax.Array, rows: Rows) -> KVCache:
+    """Writes packed rows.
+
+    Args:
+      place: the layer, or the indexer for index keys.
+      slots: [T] int32, -1 dropped.
+    """
+    return cache.replace(**{name: _write(getattr(cache, name), place, slots, new) for name, new in rows.items()})
 
 
 def insert_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array) -> KVCache:
     """Writes one layer's rows: slots [T] int32 (-1 dropped), latent [T, kv_lora], rope [T, rope]."""
-    cache = dataclasses.replace(cache, rope=_write(cache.rope, layer, slots, rope))
-    if cache.latent_scale is None:
-        return dataclasses.replace(cache, latent=_write(cache.latent, layer, slots, latent))
-    values, scale = codec.quantize_latent(latent.astype(jnp.bfloat16))
-    return dataclasses.replace(
-        cache,
-        latent=_write(cache.latent, layer, slots, values),
-        latent_scale=_write(cache.latent_scale, layer, slots, scale),
-    )
+    return write_rows(cache, layer, slots, pack_mla(cache, latent, rope))
 
 
 def insert_index_key(cache: KVCache, indexer: jax.Array | int, slots: jax.Array, key: jax.Array) -> KVCache:
     """Writes one indexer's keys: slots [T] int32 (-1 dropped), key [T, index_dim]."""
-    if cache.index_scale is None:
-        return dataclasses.replace(cache, index_key=_write(cache.index_key, indexer, slots, key))
-    values, scale = codec.quantize_index_key(key.astype(jnp.bfloat16))
-    return dataclasses.replace(
-        cache,
-        index_key=_write(cache.index_key, indexer, slots, values),
-        index_scale=_write(cache.index_scale, indexer, slots, scale),
-    )
+    return write_rows(cache, indexer, slots, pack_index_key(cache, key))
 
 
 def read_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -166,6 +184,6 @@ def read_index_keys(
         stack, size, *width = pool.shape
         by_block = pool.reshape(stack * size // block_size, block_size, *width)
         found = by_block.at[indexer * (size // block_size) + blocks].get(mode="promise_in_bounds")
-        return _values(found).reshape(blocks.shape[0], -1, *width)
+        return stored_values(found).reshape(blocks.shape[0], -1, *width)
 
     return read(cache.index_key), None if cache.index_scale is None else read(cache.index_scale)

@@ -13,26 +13,35 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from glmjax.attention import attend, insert_kv, query_latent
-from glmjax.batch import TokenBatch, contiguous_batch
+from glmjax.attention import attend, insert_kv, query_latent, selected_slots
+from glmjax.batch import contiguous_batch
 from glmjax.cache import CacheDtype, KVCache, make_cache
 from glmjax.config import GLMConfig
+from glmjax.gathered import INDEX_FIELDS, KV, MLA_FIELDS, first_kv, gather, switch
 from glmjax.indexer import select
 from glmjax.layers import at_layer, linear, rms_norm, rope_angles, swiglu
 from glmjax.moe import moe
 from glmjax.params import Params
+from glmjax.share import Share, share_of
+from glmjax.sharding.collectives import Collectives
+from glmjax.sharding.layout import ONE_DEVICE, Layout
 
 MLPKind = Literal["dense", "experts"]
 
 
 class Selection(NamedTuple):
-    """What the queries of an index group attend to: positions and their slots, [T, K] int32, -1 for missing."""
+    """What the queries of an index group attend to.
+
+    Attributes:
+      positions: [T, K] int32, -1 for missing.
+      slots: where attention reads them, from ``selected_slots``.
+    """
 
     positions: jax.Array
     slots: jax.Array
 
 
-Choose = Callable[[KVCache, jax.Array, jax.Array], tuple[KVCache, Selection]]  # (cache, x, query latent)
+Choose = Callable[[KV, jax.Array, jax.Array], tuple[KV, Selection]]  # (kv, x, query latent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,69 +78,75 @@ def group_runs(config: GLMConfig) -> tuple[GroupRun, ...]:
 def run_group(
     params: Params,
     config: GLMConfig,
-    cache: KVCache,
+    kv: KV,
     hidden: jax.Array,
-    batch: TokenBatch,
+    share: Share,
     mlps: tuple[MLPKind, ...],
     layer: jax.Array | int,
     indexer: jax.Array | int,
     chosen: jax.Array | None = None,
-) -> tuple[KVCache, jax.Array, jax.Array]:
+) -> tuple[KV, jax.Array, jax.Array]:
     """One index group.
 
     Args:
-      hidden: [T, D], T = R * Q.
+      kv: from ``first_kv`` for this layer and indexer, or from the group before.
+      hidden: [T, D], T = r * q.
       layer, indexer: place of the leader among the layers and among the indexers.
       chosen: [T, K] positions to attend to instead of running the indexer (drafts after the first).
 
     Returns:
-      the cache, hidden [T, D] and the selected positions [T, K].
+      the KV, hidden [T, D] and the selected positions [T, K].
     """
-    R, Q = batch.tokens.shape
-    angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
-    valid = batch.valid.reshape(-1)
+    angles = rope_angles(share.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
 
     def run_layer(
-        cache: KVCache, hidden: jax.Array, layer: jax.Array | int, kind: MLPKind, choose: Choose
-    ) -> tuple[KVCache, jax.Array, Selection]:
+        kv: KV, hidden: jax.Array, layer: jax.Array | int, kind: MLPKind, choose: Choose
+    ) -> tuple[KV, jax.Array, Selection]:
+        # The next layer's rows travel while this one computes.
+        ahead = kv if kv.view is None else gather(kv, MLA_FIELDS, layer + 1, share)
+        kv = KV(ahead.cache, kv.view)
         weights = at_layer(params.attention, layer)
         x = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
         latent = query_latent(weights, config, x)
-        cache = insert_kv(weights, config, cache, layer, x, angles, batch)
-        cache, chosen = choose(cache, x, latent)
-        hidden = hidden + attend(weights, config, cache, layer, latent, angles, chosen.slots)
+        kv = insert_kv(weights, config, kv, layer, x, angles, share)
+        kv, chosen = choose(kv, x, latent)
+        hidden = hidden + attend(weights, config, kv, layer, latent, angles, chosen.slots, share)
         x = rms_norm(hidden, weights.output_norm, config.rms_norm_eps)
         if kind == "dense":
             assert params.dense is not None
-            return cache, hidden + swiglu(x, *at_layer((params.dense.gate_up, params.dense.down), layer)), chosen
-        assert params.moe is not None
-        return cache, hidden + moe(params.moe, config, layer - config.first_k_dense_replace, x, valid), chosen
+            out = swiglu(x, *at_layer((params.dense.gate_up, params.dense.down), layer))
+            out = share.collectives.all_reduce(out, share.layout.tensor_axes)
+        else:
+            assert params.moe is not None
+            out = moe(params.moe, config, layer - config.first_k_dense_replace, x, share)
+        return switch(kv, ahead, MLA_FIELDS), hidden + out, chosen
 
-    def lead(cache: KVCache, x: jax.Array, latent: jax.Array) -> tuple[KVCache, Selection]:
+    def lead(kv: KV, x: jax.Array, latent: jax.Array) -> tuple[KV, Selection]:
         positions = chosen
         if positions is None:
             weights = at_layer(params.indexer, indexer)
-            cache, positions = select(weights, config, cache, indexer, x, latent, angles, batch)
-        slots = batch.slots(jnp.maximum(positions, 0).reshape(R, Q, -1)).reshape(positions.shape)
-        return cache, Selection(positions, jnp.where(positions >= 0, slots, -1))
+            kv, positions = select(weights, config, kv, indexer, x, latent, angles, share)
+        return kv, Selection(positions, selected_slots(share, positions))
 
-    cache, hidden, selected = run_layer(cache, hidden, layer, mlps[0], lead)
+    ahead = kv if kv.view is None else gather(kv, INDEX_FIELDS, indexer + 1, share)
+    kv, hidden, selected = run_layer(KV(ahead.cache, kv.view), hidden, layer, mlps[0], lead)
+    kv = switch(kv, ahead, INDEX_FIELDS)
     follower = layer + 1
     for kind, same in itertools.groupby(mlps[1:]):
         count = len(list(same))
 
         def follow(
-            carry: tuple[KVCache, jax.Array],
+            carry: tuple[KV, jax.Array],
             i: jax.Array | int,
             kind: MLPKind = kind,
             first: jax.Array | int = follower,
-        ) -> tuple[tuple[KVCache, jax.Array], None]:
-            cache, hidden, _ = run_layer(*carry, first + i, kind, lambda cache, *_: (cache, selected))
-            return (cache, hidden), None
+        ) -> tuple[tuple[KV, jax.Array], None]:
+            kv, hidden, _ = run_layer(*carry, first + i, kind, lambda kv, *_: (kv, selected))
+            return (kv, hidden), None
 
-        (cache, hidden), _ = _repeat(follow, (cache, hidden), count)
+        (kv, hidden), _ = _repeat(follow, (kv, hidden), count)
         follower += count
-    return cache, hidden, selected.positions
+    return kv, hidden, selected.positions
 
 
 def _repeat[C, Y](body: Callable[[C, jax.Array | int], tuple[C, Y]], carry: C, count: int) -> tuple[C, Y]:
@@ -143,33 +158,37 @@ def _repeat[C, Y](body: Callable[[C, jax.Array | int], tuple[C, Y]], carry: C, c
 
 
 def run_layers(
-    params: Params, config: GLMConfig, cache: KVCache, batch: TokenBatch
+    params: Params, config: GLMConfig, cache: KVCache, share: Share
 ) -> tuple[KVCache, jax.Array, jax.Array]:
     """The trunk up to the final norm.
 
     Returns:
-      the cache with the batch's rows written, hidden states [R * Q, D] after ``model.norm``, and the positions that
-      each indexer selected [N, R * Q, K].
+      the cache with the batch's rows written, hidden states [T, D] after ``model.norm``, and the positions that each
+      indexer selected [N, T, K].
     """
-    hidden = params.embed[batch.tokens.reshape(-1)]
+    hidden = params.embed[share.tokens.reshape(-1)]
+    kv = first_kv(cache, 0, 0, share)
     chosen = []
     for run in group_runs(config):
 
         def body(
-            carry: tuple[KVCache, jax.Array], group: jax.Array | int, run: GroupRun = run
-        ) -> tuple[tuple[KVCache, jax.Array], jax.Array]:
+            carry: tuple[KV, jax.Array], group: jax.Array | int, run: GroupRun = run
+        ) -> tuple[tuple[KV, jax.Array], jax.Array]:
             layer, indexer = run.layer + group * len(run.mlps), run.indexer + group
-            cache, hidden, chosen = run_group(params, config, *carry, batch, run.mlps, layer, indexer)
-            return (cache, hidden), chosen
+            kv, hidden, chosen = run_group(params, config, *carry, share, run.mlps, layer, indexer)
+            return (kv, hidden), chosen
 
-        (cache, hidden), selected = _repeat(body, (cache, hidden), run.count)
+        (kv, hidden), selected = _repeat(body, (kv, hidden), run.count)
         chosen.append(selected)
-    return cache, rms_norm(hidden, params.final_norm, config.rms_norm_eps), jnp.concatenate(chosen)
+    return kv.cache, rms_norm(hidden, params.final_norm, config.rms_norm_eps), jnp.concatenate(chosen)
 
 
-def logits(params: Params, hidden: jax.Array) -> jax.Array:
-    """[T, D] after the final norm -> [T, V] float32."""
-    return linear(hidden, params.head, jnp.float32)
+def logits(params: Params, hidden: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
+    """[R, D] after the final norm, the same on all devices of a group -> [R, V] float32, the same on all of them."""
+    out = linear(hidden, params.head, jnp.float32)
+    if params.head.shape[0] == params.embed.shape[0]:
+        return out
+    return Collectives(layout).all_gather(out, layout.group_axes, 1)
 
 
 def forward(params: Params, tokens: jax.Array, config: GLMConfig) -> jax.Array:
@@ -183,5 +202,6 @@ def forward(params: Params, tokens: jax.Array, config: GLMConfig) -> jax.Array:
     """
     B, S = tokens.shape
     dtype: CacheDtype = "float32" if params.embed.dtype == jnp.float32 else "bfloat16"
-    _, hidden, _ = run_layers(params, config, make_cache(config, B, S, dtype), contiguous_batch(tokens))
+    share = share_of(contiguous_batch(tokens), ONE_DEVICE)
+    _, hidden, _ = run_layers(params, config, make_cache(config, B, S, dtype), share)
     return logits(params, hidden).reshape(B, S, -1)

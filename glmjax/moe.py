@@ -1,4 +1,9 @@
-"""Mixture of experts: a sigmoid router in float32 with a selection bias, routed experts and shared ones."""
+"""Mixture of experts: a sigmoid router in float32 with a selection bias, routed experts and shared ones.
+
+With expert parallelism every device has some experts. The tokens of all devices are gathered, each device applies its
+experts to the tokens that chose them, and the results are summed while they are scattered back: shapes are static and no
+token is ever dropped.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +12,7 @@ from glmjax.config import GLMConfig
 from glmjax.kernels.grouped_matmul import grouped_apply
 from glmjax.layers import at_layer, swiglu, take
 from glmjax.params import MoEParams, Weight
+from glmjax.share import Share
 
 
 def route(router: jax.Array, bias: jax.Array, config: GLMConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -27,27 +33,34 @@ def route(router: jax.Array, bias: jax.Array, config: GLMConfig, x: jax.Array) -
     return ids, weights * config.routed_scaling_factor
 
 
-def moe(params: MoEParams, config: GLMConfig, index: jax.Array | int, x: jax.Array, valid: jax.Array) -> jax.Array:
+def moe(params: MoEParams, config: GLMConfig, index: jax.Array | int, x: jax.Array, share: Share) -> jax.Array:
     """Routed plus shared experts of one layer.
 
     Args:
       params: stacks over all such layers; index: which one.
-      x: [T, D]; valid: [T] bool, padding is sent to no expert.
+      x: [T, D]; padding is sent to no expert.
 
     Returns:
       [T, D].
     """
+    layout, collectives = share.layout, share.collectives
     ids, weights = route(params.router[index], params.router_bias[index], config, x)
-    ids = jnp.where(valid[:, None], ids, -1)
+    ids = jnp.where(share.valid.reshape(-1, 1), ids, -1)
+    token_axes = layout.token_axes if layout.expert_axes else ()
+    tokens, ids, weights = (collectives.all_gather(y, token_axes, 0) for y in (x, ids, weights))
 
     def expert(e: jax.Array, rows: jax.Array) -> jax.Array:
         return swiglu(rows, _expert(params.gate_up, index, e), _expert(params.down, index, e))
 
-    routed = grouped_apply(x, ids, config.n_routed_experts, expert)  # [T, k, D]
-    out = jnp.einsum("tkd,tk->td", routed.astype(jnp.float32), weights).astype(x.dtype)
+    experts = params.router.shape[1] // collectives.size(layout.expert_axes)  # of this device
+    own = ids - collectives.rank(layout.expert_axes) * experts
+    own = jnp.where((own >= 0) & (own < experts), own, -1)
+    routed = grouped_apply(tokens, own, experts, expert)  # [T', k, D]
+    out = jnp.einsum("tkd,tk->td", routed.astype(jnp.float32), weights)
+    out = collectives.reduce_scatter(out, token_axes, 0).astype(x.dtype)
     if config.n_shared_experts:
         out += swiglu(x, at_layer(params.shared_gate_up, index), at_layer(params.shared_down, index))
-    return out
+    return collectives.all_reduce(out, layout.tensor_axes)
 
 
 def _expert(stack: Weight, index: jax.Array | int, expert: jax.Array) -> Weight:

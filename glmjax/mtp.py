@@ -13,8 +13,11 @@ from glmjax.batch import TokenBatch
 from glmjax.cache import KVCache
 from glmjax.config import GLMConfig
 from glmjax.layers import linear, rms_norm
+from glmjax.gathered import first_kv
 from glmjax.model import logits, run_group
 from glmjax.params import Params
+from glmjax.share import KVSource, Share, share_of
+from glmjax.sharding.layout import ONE_DEVICE, Layout
 
 
 def mtp_layer(
@@ -22,14 +25,14 @@ def mtp_layer(
     config: GLMConfig,
     cache: KVCache,
     hidden: jax.Array,
-    batch: TokenBatch,
+    share: Share,
     chosen: jax.Array | None = None,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
     """Runs the layer over a batch whose tokens are the *next* tokens of its positions.
 
     Args:
       hidden: [T, D] after ``model.norm`` of the same positions, or this layer's own output when drafts are chained.
-      batch: tokens[r, q] is the token at position start + q + 1.
+      share: of a batch whose tokens[r, q] is the token at position start + q + 1.
       chosen: [T, K] positions to reuse from an earlier draft; then no index key is written.
 
     Returns:
@@ -41,17 +44,18 @@ def mtp_layer(
     mtp = params.mtp
     if mtp is None:
         raise ValueError("these parameters have no MTP layer: load the checkpoint with mtp=True")
-    embedding = params.embed[batch.tokens.reshape(-1)]
+    embedding = params.embed[share.tokens.reshape(-1)]
     # Position 0 sees no embedding, as in vLLM.
-    embedding = jnp.where((batch.positions.reshape(-1) > 0)[:, None], embedding, 0)
+    embedding = jnp.where((share.positions.reshape(-1) > 0)[:, None], embedding, 0)
     parts = [
         rms_norm(embedding, mtp.embed_norm, config.rms_norm_eps),
         rms_norm(hidden, mtp.hidden_norm, config.rms_norm_eps),
     ]
     x = linear(jnp.concatenate(parts, axis=-1), mtp.projection)
     layer, indexer = config.num_hidden_layers, config.num_full_indexers
-    cache, x, chosen = run_group(params, config, cache, x, batch, ("experts",), layer, indexer, chosen)
-    return cache, rms_norm(x, mtp.final_norm, config.rms_norm_eps), chosen
+    kv = first_kv(cache, layer, indexer, share)
+    kv, x, chosen = run_group(params, config, kv, x, share, ("experts",), layer, indexer, chosen)
+    return kv.cache, rms_norm(x, mtp.final_norm, config.rms_norm_eps), chosen
 
 
 def draft(
@@ -61,21 +65,25 @@ def draft(
     hidden: jax.Array,
     batch: TokenBatch,
     num_drafts: int,
+    layout: Layout = ONE_DEVICE,
+    *,
+    prefill: KVSource = "query_gather",
 ) -> tuple[KVCache, jax.Array, jax.Array]:
     """Drafts greedily: one pass over the batch's rows, then single rows that feed on one another.
 
     Args:
-      hidden: [R * Q, D] of the trunk after ``model.norm``.
+      hidden: [T, D] of the trunk after ``model.norm``, for this device's share of the batch.
       batch: next tokens of its positions (see ``mtp_layer``); drafting goes on from each request's last real row.
       num_drafts: n >= 1.
+      prefill: as in ``share_of``.
 
     Returns:
       the cache, draft tokens [R, n] int32 and their logits [R, n, V] float32.
     """
-    R, Q = batch.tokens.shape
-    last = jnp.arange(R) * Q + batch.length - 1
-    cache, out, chosen = mtp_layer(params, config, cache, hidden, batch)
-    out, shared = out[last], chosen[last] if config.index_share_for_mtp_iteration else None
+    share = share_of(batch, layout, prefill=prefill)
+    cache, out, chosen = mtp_layer(params, config, cache, hidden, share)
+    last = share.last_rows(out)
+    shared = share.last_rows(chosen) if config.index_share_for_mtp_iteration else None
     tokens: list[jax.Array] = []
     scores: list[jax.Array] = []
     for step in range(num_drafts):
@@ -86,7 +94,10 @@ def draft(
                 start=batch.start + batch.length - 1 + step,
                 length=jnp.minimum(batch.length, 1),  # padding rows stay padding
             )
-            cache, out, _ = mtp_layer(params, config, cache, out, row, shared)
-        scores.append(logits(params, out))
+            share = share_of(row, layout)
+            reuse = None if shared is None else share.own_rows(shared)
+            cache, out, _ = mtp_layer(params, config, cache, share.own_rows(last), share, reuse)
+            last = share.last_rows(out)
+        scores.append(logits(params, last, layout))
         tokens.append(jnp.argmax(scores[-1], axis=-1).astype(jnp.int32))
     return cache, jnp.stack(tokens, axis=1), jnp.stack(scores, axis=1)

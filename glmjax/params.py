@@ -217,11 +217,14 @@ def fp8_as_bytes(params: Params) -> Params:
     """The same model with FP8 values as uint8.
 
     For XLA's CPU backend, which turns a whole FP8 stack into f16 to index it.  The host's view of a CPU array goes back
-    to the device by reference, so nothing is held twice.
+    to its device by reference, so nothing is held twice.
     """
-    return jax.tree.map(
-        lambda x: jax.device_put(np.asarray(x).view(np.uint8)) if x.dtype == jnp.float8_e4m3fn else x, params
-    )
+
+    def as_bytes(x: jax.Array) -> jax.Array:
+        parts = [jax.device_put(np.asarray(s.data).view(np.uint8), s.device) for s in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts, dtype=jnp.uint8)
+
+    return jax.tree.map(lambda x: as_bytes(x) if x.dtype == jnp.float8_e4m3fn else x, params)
 
 
 def num_bytes(tree: object) -> int:

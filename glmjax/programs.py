@@ -13,14 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from glmjax.batch import TokenBatch
-from glmjax.cache import CacheDtype, KVCache, abstract_cache, make_cache
+from glmjax.cache import CacheDtype, KVCache, abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.model import logits, run_layers
 from glmjax.params import Params, fp8_as_bytes
 from glmjax.sample import SamplingBatch, sample
+from glmjax.share import Combine, KVSource, share_of
+from glmjax.sharding.layout import ONE_DEVICE, Layout
+from glmjax.sharding.partition import batch_spec, cache_spec, param_specs
 from glmjax.types import MAX_LOGPROBS
 
 MAX_BANNED = 64  # tokens that one request may ban in a step
@@ -113,20 +117,46 @@ class StepOutputs:
         return cls(token, rank, logprob, packed[:, 3 : 3 + most], packed[:, 3 + most :].view(np.float32))
 
 
+Step = Callable[[Params, KVCache, jax.Array], tuple[KVCache, jax.Array]]
+
+
 def make_step(
-    config: GLMConfig, shape: StepShape, table_width: int, block_size: int
-) -> Callable[[Params, KVCache, jax.Array], tuple[KVCache, jax.Array]]:
-    """The pure step of one shape: computes the rectangle, writes its KV and samples after each row's last token."""
+    config: GLMConfig,
+    shape: StepShape,
+    table_width: int,
+    block_size: int,
+    layout: Layout = ONE_DEVICE,
+    *,
+    prefill: KVSource = "query_gather",
+    combine: Combine = "ag_rs",
+) -> Step:
+    """The pure step of one shape: computes the rectangle, writes its KV and samples after each row's last token.
+
+    It is what one device does; with more than one it runs inside ``shard_map``, on the batch of its data-parallel rank,
+    and every device of the group gives the same outputs.
+    """
 
     def step(params: Params, cache: KVCache, packed: jax.Array) -> tuple[KVCache, jax.Array]:
         batch, how = _unpack(packed, shape, table_width, block_size)
-        cache, hidden, _ = run_layers(params, config, cache, batch)
-        last = jnp.arange(shape.requests) * shape.tokens + jnp.maximum(batch.length - 1, 0)
-        out = sample(logits(params, hidden[last]), how, batch.start + batch.length)
+        share = share_of(batch, layout, prefill=prefill, combine=combine)
+        cache, hidden, _ = run_layers(params, config, cache, share)
+        out = sample(logits(params, share.last_rows(hidden), layout), how, batch.start + batch.length)
         columns = [out.token[:, None], out.rank[:, None], out.logprob[:, None], out.top_ids, out.top_logprobs]
         return cache, jnp.concatenate([jax.lax.bitcast_convert_type(c, jnp.int32) for c in columns], axis=1)
 
     return step
+
+
+def over_mesh(step: Step, layout: Layout, mesh: jax.sharding.Mesh, params: Params) -> Step:
+    """The step on all devices: packed inputs and outputs are [dp * R, ...], rank by rank."""
+    kv, rows = cache_spec(layout), batch_spec(layout)
+    return jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(param_specs(layout, params), kv, rows),
+        out_specs=(kv, rows),
+        check_vma=False,  # outputs are equal over a group by construction, which the check cannot see
+    )
 
 
 def step_shapes(max_num_seqs: int, max_chunk: int) -> tuple[StepShape, ...]:
@@ -148,13 +178,16 @@ def _sizes(first: int, last: int) -> list[int]:
 
 
 class Programs:
-    """The compiled steps of one engine, and the only place that compiles.
+    """All programs of an engine, compiled when constructed.
 
     Args:
-      params: on the device.
-      num_blocks, block_size: the KV pool.
+      params: single-device arrays or, for a layout of more, arrays on its mesh as ``param_specs`` says.
+      num_blocks: blocks of every device's pool. A block holds ``block_size`` tokens on each DCP rank.
+      block_size: tokens of a block on one device.
       table_width: blocks of the longest request.
       shapes: rectangles to compile.
+      layout: how the devices of ``mesh`` share the work.
+      prefill, combine: see ``Share``.
       progress: called with (done, total) as programs become ready.
     """
 
@@ -168,12 +201,18 @@ class Programs:
         table_width: int,
         cache_dtype: CacheDtype,
         shapes: Sequence[StepShape],
+        layout: Layout = ONE_DEVICE,
+        mesh: jax.sharding.Mesh | None = None,
+        prefill: KVSource = "query_gather",
+        combine: Combine = "ag_rs",
         progress: Callable[[int, int], None] | None = None,
     ):
         on_cpu = all(d.platform == "cpu" for d in params.embed.devices())
         self.config, self.params = config, fp8_as_bytes(params) if on_cpu else params
         self.num_blocks, self.block_size, self.table_width = num_blocks, block_size, table_width
         self.cache_dtype: CacheDtype = cache_dtype
+        self.layout, self.mesh = layout, layout.mesh() if mesh is None and layout.num_devices > 1 else mesh
+        self._how: dict[str, Any] = {"prefill": prefill, "combine": combine}
         self.shapes = tuple(sorted(set(shapes)))
         self.compilations = 0
         self._lock = threading.Lock()
@@ -185,8 +224,19 @@ class Programs:
                 if progress:
                     progress(done, len(self.shapes))
 
+    def abstract_cache(self) -> KVCache:
+        """The pools of all devices as one tree of shapes, with where they are if that is several devices."""
+        pools = self.layout.dp * self.layout.dcp
+        one = abstract_cache(self.config, self.num_blocks, self.block_size, self.cache_dtype)
+        sharding = self._sharding(cache_spec(self.layout))
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * pools, *x.shape[2:]), x.dtype, sharding=sharding),
+            one,
+        )
+
     def make_cache(self) -> KVCache:
-        return make_cache(self.config, self.num_blocks, self.block_size, self.cache_dtype)
+        """Empty pools."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.abstract_cache())
 
     def smallest(self, requests: int, tokens: int) -> StepShape:
         """The smallest compiled rectangle that holds ``requests`` rows of ``tokens`` tokens."""
@@ -195,16 +245,34 @@ class Programs:
             raise ConfigError(f"no compiled program holds {requests} requests of {tokens} tokens")
         return min(fits, key=lambda s: (s.requests * s.tokens, s))
 
-    def run(self, shape: StepShape, cache: KVCache, inputs: StepInputs) -> tuple[KVCache, jax.Array]:
-        """Runs one rectangle.  The cache passed in is consumed."""
-        return self._steps[shape](self.params, cache, inputs.pack())
+    def run(self, shape: StepShape, cache: KVCache, inputs: Sequence[StepInputs]) -> tuple[KVCache, jax.Array]:
+        """Runs one rectangle for each data-parallel rank.  The cache passed in is consumed.
+
+        Returns:
+          the cache and the packed outputs, the ranks' rows one after another: see ``StepOutputs``.
+        """
+        packed = np.concatenate([x.pack() for x in inputs]) if len(inputs) > 1 else inputs[0].pack()
+        if self.mesh is None:
+            return self._steps[shape](self.params, cache, packed)
+        return self._steps[shape](self.params, cache, jax.device_put(packed, self._sharding(batch_spec(self.layout))))
+
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding | None:
+        return None if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def _compile(self, shape: StepShape) -> tuple[StepShape, Any]:
-        step = make_step(self.config, shape, self.table_width, self.block_size)
-        cache = abstract_cache(self.config, self.num_blocks, self.block_size, self.cache_dtype)
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
-        packed = jax.ShapeDtypeStruct((shape.requests, packed_width(shape, self.table_width)), jnp.int32)
-        compiled = jax.jit(step, donate_argnums=1).lower(params, cache, packed).compile()
+        step = make_step(self.config, shape, self.table_width, self.block_size, self.layout, **self._how)
+        if self.mesh is not None:
+            step = over_mesh(step, self.layout, self.mesh, self.params)
+        params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if self.mesh is None else x.sharding),
+            self.params,
+        )
+        packed = jax.ShapeDtypeStruct(
+            (self.layout.dp * shape.requests, packed_width(shape, self.table_width)),
+            jnp.int32,
+            sharding=self._sharding(batch_spec(self.layout)),
+        )
+        compiled = jax.jit(step, donate_argnums=1).lower(params, self.abstract_cache(), packed).compile()
         with self._lock:
             self.compilations += 1
         return shape, compiled

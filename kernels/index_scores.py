@@ -11,17 +11,17 @@ def index_scores(
     keys: jax.Array,
     key_scale: jax.Array | None,
     query_position: jax.Array,
-    first: jax.Array,
+    positions: jax.Array,
 ) -> jax.Array:
     """Scores of one chunk of the context; positions after the query are -inf.
 
     Args:
       query: [R, Q, H, d], of R requests with Q tokens each.
       head_weights: [R, Q, H] float32; every constant factor and the query's own scale are folded in.
-      keys: [R, C, d], positions first .. first + C - 1 of each request.
+      keys: [R, C, d] of each request.
       key_scale: [R, C] float32, or None for unscaled keys.
       query_position: [R, Q] int32.
-      first: scalar int32, position of keys[:, 0].
+      positions: [C] int32 of the keys.
 
     Returns:
       [R, Q, C] float32.
@@ -30,8 +30,7 @@ def index_scores(
     scores = _all_heads(query, head_weights, keys) if query.shape[1] == 1 else _by_head(query, head_weights, keys)
     if key_scale is not None:
         scores = scores * key_scale[:, None]
-    position = first + jnp.arange(keys.shape[1], dtype=jnp.int32)
-    return jnp.where(position <= query_position[..., None], scores, -jnp.inf)
+    return jnp.where(positions <= query_position[..., None], scores, -jnp.inf)
 
 
 def _all_heads(query: jax.Array, head_weights: jax.Array, keys: jax.Array) -> jax.Array:

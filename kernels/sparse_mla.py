@@ -29,7 +29,7 @@ def sparse_mla(
     Args:
       query_latent: [T, H, kv_lora], the query multiplied by W_UK.
       query_rope: [T, H, rope].
-      rows: [T, K] int32 rows of the pool, valid ones first; -1 is skipped.
+      rows: [T, K] int32 rows of the pool; -1 is skipped. Work follows the last that is not.
       gather: rows [...] int32 (all >= 0) -> latents [..., kv_lora] and rope keys [..., rope], dequantised.
       scale: softmax scale.
       latent_dim: kv_lora.
@@ -68,7 +68,7 @@ def _tile(
         return out.astype(query_latent.dtype), lse
 
     rows = jnp.pad(rows, [(0, 0), (0, chunks * chunk - rows.shape[1])], constant_values=-1)
-    used = jnp.max(jnp.sum(rows >= 0, axis=1))
+    used = jnp.max(jnp.where(rows >= 0, jnp.arange(1, rows.shape[1] + 1), 0))
 
     def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out, lse = carry
@@ -87,10 +87,11 @@ def _scores(
 ) -> tuple[jax.Array, jax.Array]:
     """Scaled scores [t, H, k] float32 (-inf for row -1) and the gathered latents [t, k, kv_lora].
 
-    For a missing row the query's first one is read again: another request's row may hold a NaN, which a weight of zero
+    For a missing row one of the query's own is read again: another request's row may hold a NaN, which a weight of zero
     does not undo.
     """
-    latent, rope = gather(jnp.maximum(jnp.where(rows >= 0, rows, rows[:, :1]), 0))
+    own = jnp.maximum(jnp.max(rows, axis=1, keepdims=True), 0)
+    latent, rope = gather(jnp.where(rows >= 0, rows, own))
     latent, rope = latent.astype(query_latent.dtype), rope.astype(query_rope.dtype)
     f32 = jnp.float32
     scores = jnp.einsum("thd,tkd->thk", query_latent, latent, preferred_element_type=f32)

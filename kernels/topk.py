@@ -13,23 +13,22 @@ SORT_ROWS = 8  # up to here jax.lax.top_k is faster
 
 
 def merge_top_k(
-    values: jax.Array, positions: jax.Array, scores: jax.Array, first: jax.Array
+    values: jax.Array, positions: jax.Array, scores: jax.Array, new: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Adds one chunk of the context to a running selection.
 
     Args:
       values, positions: [..., k] of the chunks before: float32 scores and int32 positions, in any order but with equal
         scores in order of position, missing entries (-inf, -1) last.  Start with all entries missing.
-      scores: [..., C] float32 of the positions first .. first + C - 1; -inf marks what may not be chosen.
-      first: scalar int32, beyond all positions before.
+      scores: [..., C] float32; -inf marks what may not be chosen.
+      new: [C] int32, the positions of the scores, ascending and beyond all before.
 
     Returns:
       the selection over all chunks so far, of the same form.
     """
-    k, chunk = values.shape[-1], scores.shape[-1]
-    new = jnp.broadcast_to(first + jnp.arange(chunk, dtype=jnp.int32), scores.shape)
+    k = values.shape[-1]
+    places = jnp.concatenate([positions, jnp.broadcast_to(new, scores.shape)], axis=-1)
     scores = jnp.concatenate([values, scores], axis=-1)
-    places = jnp.concatenate([positions, new], axis=-1)
     rows = int(np.prod(scores.shape[:-1]))
     if rows <= SORT_ROWS:
         # Stable: of equal scores the first, which is the lowest position, comes first.  It ranks -0 below 0.
@@ -56,7 +55,7 @@ def select_top_k(scores: jax.Array, k: int) -> jax.Array:
     above, equal = key > threshold, key == threshold
     room = k - jnp.sum(above, axis=-1, keepdims=True)
     chosen = (above | (equal & (_running_count(equal) <= room))) & (scores > -jnp.inf)
-    return _compact(chosen, k)
+    return compact(chosen, k)
 
 
 def _ordered(x: jax.Array) -> jax.Array:
@@ -87,7 +86,7 @@ def _running_count(mask: jax.Array, block: int = 64) -> jax.Array:
     return (within + before[..., None]).reshape(N, -1)[:, :S].astype(jnp.int32)
 
 
-def _compact(mask: jax.Array, k: int) -> jax.Array:
+def compact(mask: jax.Array, k: int) -> jax.Array:
     """Indices of the first k True of each row [N, S] in ascending order; -1 (last) where there are fewer.
 
     The row becomes words of 32 bits.  A wanted entry's word is found by comparing counts and its bit by halving the

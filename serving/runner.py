@@ -31,7 +31,7 @@ class ProgramRunner:
             inputs = StepInputs.empty(shape, self._programs.table_width)
             for row, chunk in enumerate(chunks):
                 fill_row(inputs, row, chunk)
-            self._cache, out = self._programs.run(shape, self._cache, inputs)
+            self._cache, out = self._programs.run(shape, self._cache, [inputs])
             out.copy_to_host_async()
             pending.append((chunks, out))
             self._steps += 1

@@ -142,6 +142,11 @@ class Layout:
         return ("tensor_outer", "tensor_inner")
 
     @property
+    def token_axes(self) -> tuple[str, ...]:
+        """Over dp and pcp: the devices that compute different tokens."""
+        return (*self.data_axes, *self.context_axes)
+
+    @property
     def group_axes(self) -> tuple[str, ...]:
         """Over all devices of a group."""
         return (*self.context_axes, *self.tensor_axes)
@@ -149,7 +154,17 @@ class Layout:
     @property
     def shard_axes(self) -> tuple[str, ...]:
         """Over dcp: the shards of the KV cache."""
-        return ("context_inner", "tensor_inner")
+        return (*self.shard_context_axes, *self.shard_tensor_axes)
+
+    @property
+    def shard_context_axes(self) -> tuple[str, ...]:
+        """The part of dcp over whose devices queries are split by token."""
+        return ("context_inner",)
+
+    @property
+    def shard_tensor_axes(self) -> tuple[str, ...]:
+        """The part of dcp over whose devices queries are split by head."""
+        return ("tensor_inner",)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
@@ -237,6 +252,8 @@ class Layout:
                 splits["moe_intermediate_size"] = (width, unit)
         return splits
 
+
+ONE_DEVICE = Layout()
 
 # The layouts that the seeds compare, on eight devices, experts over all of them.  Their DP8 has EP8 both as the prefill
 # baseline and as the decode engine, hence one layout under two names; of TP8 they do not say.  "dcp8" is DCP without

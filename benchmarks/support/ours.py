@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,6 +21,7 @@ import glmjax.model
 from glmjax.cache import KVCache
 from glmjax.checkpoint import load_checkpoint
 from glmjax.config import GLMConfig
+from glmjax.gathered import KV
 from glmjax.params import Params
 from glmjax.programs import Programs, StepInputs, StepShape
 from glmjax.serving.plan import Chunk, Plan
@@ -80,7 +81,7 @@ class Bench:
     def compilations(self) -> int:
         return self.normal.compilations
 
-    def run(self, shape: StepShape, cache: KVCache, inputs: StepInputs) -> tuple[KVCache, jax.Array]:
+    def run(self, shape: StepShape, cache: KVCache, inputs: Sequence[StepInputs]) -> tuple[KVCache, jax.Array]:
         """As ``Programs.run``, with the pool kept here."""
         self.cache, out = self.active.run(shape, cache if self.cache is None else self.cache, inputs)
         return self.cache, out
@@ -103,16 +104,16 @@ class Bench:
 
         The indexer itself still runs, told that the context is one token, which takes its path without scores.
         """
-        select: Callable[..., tuple[KVCache, jax.Array]] = glmjax.model.select
+        select: Callable[..., tuple[KV, jax.Array]] = glmjax.model.select
 
-        def spread(*args: Any) -> tuple[KVCache, jax.Array]:
-            *others, batch = args
-            cache, chosen = select(*others, dataclasses.replace(batch, start=jnp.minimum(batch.start, 0)))
+        def spread(*args: Any) -> tuple[KV, jax.Array]:
+            *others, share = args
+            kv, chosen = select(*others, dataclasses.replace(share, positions=jnp.minimum(share.positions, 0)))
             count = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
-            seen = batch.positions.reshape(-1, 1) + 1
+            seen = share.positions.reshape(-1, 1) + 1
             even = count * seen // chosen.shape[-1]
             # Never negative there; looking keeps the indexer's result, and so its work, alive.
-            return cache, jnp.where(chosen[:, :1] < 0, chosen, even)
+            return kv, jnp.where(chosen[:, :1] < 0, chosen, even)
 
         with mock.patch.object(glmjax.model, "select", spread):
             return cls._programs(job, config, params, (StepShape(job.batch, 1),))

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import tiny_glm
 
-from glmjax.attention import attend, insert_kv, query_latent
+from glmjax.attention import attend, insert_kv, query_latent, selected_slots
 from glmjax.batch import contiguous_batch
 from glmjax.cache import KVCache, make_cache, read_mla
 from glmjax.config import GLMConfig
+from glmjax.gathered import KV
 from glmjax.layers import at_layer, rms_norm, rope_angles
 from glmjax.params import random_params
+from glmjax.share import share_of
+from glmjax.sharding.layout import ONE_DEVICE
 
 TOLERANCE = 1e-4
 CONFIG = GLMConfig.tiny(num_nextn_predict_layers=0)
@@ -23,17 +26,17 @@ LAYER, TOKENS = 1, 12
 @functools.partial(jax.jit, static_argnums=(1, 4))
 def attention(params, config, layer, x, dtype, chosen):
     """One layer's attention over [B, S, D] after input_layernorm; chosen [B, S, K] positions, -1 for none."""
-    batch = contiguous_batch(jnp.zeros(x.shape[:2], jnp.int32))
+    share = share_of(contiguous_batch(jnp.zeros(x.shape[:2], jnp.int32)), ONE_DEVICE)
     weights = at_layer(params.attention, layer)
     rows, angles = (
         x.reshape(-1, x.shape[-1]),
-        rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta),
+        rope_angles(share.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta),
     )
-    cache = make_cache(config, *x.shape[:2], dtype)
-    cache = insert_kv(weights, config, cache, layer, rows, angles, batch)
-    slots = jnp.where(chosen >= 0, batch.slots(jnp.maximum(chosen, 0)), -1).reshape(rows.shape[0], -1)
+    kv = KV(make_cache(config, *x.shape[:2], dtype), None)
+    kv = insert_kv(weights, config, kv, layer, rows, angles, share)
+    slots = selected_slots(share, chosen.reshape(rows.shape[0], -1))
     latent = query_latent(weights, config, rows)
-    return attend(weights, config, cache, layer, latent, angles, slots).reshape(x.shape), cache
+    return attend(weights, config, kv, layer, latent, angles, slots, share).reshape(x.shape), kv.cache
 
 
 @functools.cache
@@ -121,7 +124,9 @@ def attend_only(cache: KVCache, x, chosen):
     weights = at_layer(model().attention, LAYER)
     angles = rope_angles(jnp.arange(TOKENS), CONFIG.qk_rope_head_dim, CONFIG.rope_theta)
     latent = query_latent(weights, CONFIG, jnp.asarray(x[0]))
-    return np.asarray(attend(weights, CONFIG, cache, LAYER, latent, angles, jnp.asarray(chosen[0])))
+    share = share_of(contiguous_batch(jnp.zeros((1, TOKENS), jnp.int32)), ONE_DEVICE)
+    slots = jnp.asarray(chosen[0])
+    return np.asarray(attend(weights, CONFIG, KV(cache, None), LAYER, latent, angles, slots, share))
 
 
 def test_cached_rope_keeps_pairs_side_by_side():

@@ -14,10 +14,13 @@ from glmjax.attention import query_latent
 from glmjax.batch import TokenBatch, contiguous_batch
 from glmjax.cache import make_cache
 from glmjax.config import GLMConfig
+from glmjax.gathered import KV
 from glmjax.kernels.index_scores import index_scores_numpy
 from glmjax.kernels.topk import top_k_numpy
 from glmjax.layers import at_layer, rms_norm, rope_angles
 from glmjax.params import random_params
+from glmjax.share import share_of
+from glmjax.sharding.layout import ONE_DEVICE
 
 CONFIG = GLMConfig.tiny(num_nextn_predict_layers=0)
 INDEXER, BLOCK, LENGTH = 1, 4, 60
@@ -35,7 +38,8 @@ def _select(config, sizes, weights, cache, x, latent, batch):
         for name, value in sizes:
             setattr(indexer, name, value)
         angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
-        return indexer.select(weights, config, cache, INDEXER, x, latent, angles, batch)
+        kv, chosen = indexer.select(weights, config, KV(cache, None), INDEXER, x, latent, angles, share_of(batch, ONE_DEVICE))
+        return kv.cache, chosen
     finally:
         for name, value in before.items():
             setattr(indexer, name, value)
@@ -133,8 +137,8 @@ def test_scores_equal_transformers(layer):
     angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
     seen = {}
 
-    def record(query, head_weights, keys, scale, positions, first):
-        seen["scores"] = scored(query, head_weights, keys, scale, positions, first)
+    def record(*args):
+        seen["scores"] = scored(*args)
         return seen["scores"]
 
     scored = indexer.index_scores
@@ -142,7 +146,8 @@ def test_scores_equal_transformers(layer):
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
         patch.setattr(indexer, "index_scores", record)
         w = at_layer(params.indexer, place)
-        indexer.select(w, config, cache, place, x, query_latent(attention, config, x), angles, batch)
+        latent = query_latent(attention, config, x)
+        indexer.select(w, config, KV(cache, None), place, x, latent, angles, share_of(batch, ONE_DEVICE))
     actual, expected = np.asarray(seen["scores"]), recorded[f"index_scores.{layer}"]
     masked = np.isneginf(actual)
     assert (masked == (expected < -1e37)).all()

@@ -15,8 +15,11 @@ from glmjax.batch import contiguous_batch
 from glmjax.cache import abstract_cache, make_cache
 from glmjax.checkpoint import load_checkpoint
 from glmjax.config import GLMConfig
+from glmjax.gathered import KV
 from glmjax.model import forward, group_runs, logits, run_group, run_layers
 from glmjax.params import FLOAT32_WEIGHTS, abstract_params, random_params
+from glmjax.share import share_of
+from glmjax.sharding.layout import ONE_DEVICE
 from glmjax.programs import StepShape, make_step, packed_width
 
 TOLERANCE = 1e-4
@@ -29,18 +32,19 @@ def trunk():
     config, params = tiny_glm.checkpoint()
     tokens = jnp.asarray(tiny_glm.recorded()["input_ids"])
     cache = make_cache(config, *tokens.shape, "float32")
-    _, hidden, chosen = jax.jit(run_layers, static_argnums=1)(params, config, cache, contiguous_batch(tokens))
+    share = share_of(contiguous_batch(tokens), ONE_DEVICE)
+    _, hidden, chosen = jax.jit(run_layers, static_argnums=1)(params, config, cache, share)
     return np.asarray(hidden).reshape(*tokens.shape, -1), np.asarray(chosen).reshape(len(chosen), *tokens.shape, -1)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def one_layer(params, config, kind, layer, indexer, hidden, chosen):
     """A layer over [B, S, D] on an empty cache; chosen [B * S, K] is None for a layer with an indexer."""
-    batch = contiguous_batch(jnp.zeros(hidden.shape[:2], jnp.int32))
+    share = share_of(contiguous_batch(jnp.zeros(hidden.shape[:2], jnp.int32)), ONE_DEVICE)
     dtype = "float32" if hidden.dtype == jnp.float32 else "bfloat16"
     cache = make_cache(config, *hidden.shape[:2], dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    _, out, chosen = run_group(params, config, cache, rows, batch, (kind,), layer, indexer, chosen)
+    _, out, chosen = run_group(params, config, KV(cache, None), rows, share, (kind,), layer, indexer, chosen)
     return out.reshape(hidden.shape), chosen
 
 

@@ -12,6 +12,8 @@ import tiny_glm
 from glmjax.batch import TokenBatch, contiguous_batch
 from glmjax.cache import make_cache
 from glmjax.model import logits, run_layers
+from glmjax.share import share_of
+from glmjax.sharding.layout import ONE_DEVICE
 from glmjax.mtp import draft, mtp_layer
 
 TOLERANCE = 1e-4
@@ -20,7 +22,12 @@ WIDTH = PROMPT + 4  # one program for the prompt, and for the prompt with what w
 RECORDED = {"mtp": True, "mtp_noshare": False}  # whether the first draft's top-k is used again
 
 drafted = jax.jit(draft, static_argnums=(1, 5))
-one_pass = jax.jit(mtp_layer, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def one_pass(params, config, cache, hidden, batch):
+    return mtp_layer(params, config, cache, hidden, share_of(batch, ONE_DEVICE))
+
 
 
 def model(share=True):
@@ -37,8 +44,8 @@ def tokens():
 def target():
     """Hidden states [2, 60, D] of the trunk after its final norm."""
     config, params = model()
-    batch = contiguous_batch(jnp.asarray(tokens()[:, :60]))
-    _, hidden, _ = jax.jit(run_layers, static_argnums=1)(params, config, make_cache(config, 2, 60, "float32"), batch)
+    share = share_of(contiguous_batch(jnp.asarray(tokens()[:, :60])), ONE_DEVICE)
+    _, hidden, _ = jax.jit(run_layers, static_argnums=1)(params, config, make_cache(config, 2, 60, "float32"), share)
     return np.asarray(hidden).reshape(2, 60, -1)
 
 
@@ -109,7 +116,7 @@ def test_sharing_the_selection_changes_the_later_drafts_only():
 def test_missing_layer_is_an_error_that_says_so():
     config, params = model()
     with pytest.raises(ValueError, match="no MTP layer"):
-        mtp_layer(params.replace(mtp=None), config, pool(), *prompts())
+        one_pass(params.replace(mtp=None), config, pool(), *prompts())
 
 
 # What it writes.

@@ -64,7 +64,7 @@ def step_of(shape, rows):
 
 
 def run(shape, cache, rows):
-    cache, packed = programs().run(shape, cache, step_of(shape, rows))
+    cache, packed = programs().run(shape, cache, [step_of(shape, rows)])
     return cache, StepOutputs.unpack(np.asarray(packed))
 
 

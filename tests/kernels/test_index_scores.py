@@ -11,6 +11,8 @@ from glmjax.kernels.index_scores import index_scores, index_scores_numpy
 HEADS, DIM, CONTEXT = 8, 16, 130
 QUERIES = [1, 5]  # all heads at once, and head by head
 
+EVERY = jnp.arange(CONTEXT)  # positions of the keys
+
 scored = jax.jit(index_scores)
 
 
@@ -39,7 +41,7 @@ def assert_close(actual, expected):
 def test_equals_float64_up_to_the_query(queries, last):
     query, weights, keys = inputs(queries)
     positions = np.maximum(last - np.arange(queries)[::-1], -1) + np.zeros((2, 1), int)
-    actual = scored(query, weights, keys, None, jnp.asarray(positions, jnp.int32), jnp.int32(0))
+    actual = scored(query, weights, keys, None, jnp.asarray(positions, jnp.int32), EVERY)
     assert_close(actual, twin(query, weights, keys, positions))
 
 
@@ -48,7 +50,8 @@ def test_chunk_equals_its_part_of_the_whole(queries):
     query, weights, keys = inputs(queries)
     positions = np.array([[100], [64]]) + np.arange(queries)
     first = 64
-    part = scored(query, weights, keys[:, first:], None, jnp.asarray(positions, jnp.int32), jnp.int32(first))
+    places = jnp.arange(first, keys.shape[1])
+    part = scored(query, weights, keys[:, first:], None, jnp.asarray(positions, jnp.int32), places)
     assert_close(part, twin(query, weights, keys, positions)[:, :, first:])
 
 
@@ -57,7 +60,7 @@ def test_key_scale_multiplies_the_score(queries):
     query, weights, keys = inputs(queries)
     stored, scale = codec.quantize_index_key(jnp.asarray(keys))
     positions = np.full((2, queries), CONTEXT - 1)
-    actual = scored(query, weights, stored, scale, jnp.asarray(positions, jnp.int32), jnp.int32(0))
+    actual = scored(query, weights, stored, scale, jnp.asarray(positions, jnp.int32), EVERY)
     restored = np.asarray(stored, np.float64) * np.asarray(scale, np.float64)[..., None]
     assert_close(actual, twin(query, weights, restored, positions))
 
@@ -69,7 +72,7 @@ def test_keys_after_the_query_leave_no_trace(queries, rubbish):
     positions = np.full((2, queries), 40)
     expected = twin(query, weights, keys, positions)
     keys[:, 41:] = rubbish
-    actual = scored(query, weights, keys, None, jnp.asarray(positions, jnp.int32), jnp.int32(0))
+    actual = scored(query, weights, keys, None, jnp.asarray(positions, jnp.int32), EVERY)
     assert_close(actual, expected)
 
 
@@ -77,7 +80,7 @@ def test_keys_after_the_query_leave_no_trace(queries, rubbish):
 def test_no_positive_product_scores_exactly_zero(queries):
     query, weights, keys = inputs(queries)
     positions = jnp.full((2, queries), CONTEXT - 1, jnp.int32)
-    actual = np.asarray(scored(np.abs(query), weights, -np.abs(keys), None, positions, jnp.int32(0)))
+    actual = np.asarray(scored(np.abs(query), weights, -np.abs(keys), None, positions, EVERY))
     assert (actual == 0).all()
 
 
@@ -85,8 +88,8 @@ def test_no_positive_product_scores_exactly_zero(queries):
 def test_request_does_not_see_its_neighbour(queries):
     query, weights, keys = inputs(queries, requests=3)
     positions = jnp.asarray(np.array([[5], [90], [129]]) + np.zeros(queries, int), jnp.int32)
-    together = np.asarray(scored(query, weights, keys, None, positions, jnp.int32(0)))
+    together = np.asarray(scored(query, weights, keys, None, positions, EVERY))
     for r in range(3):
         one = slice(r, r + 1)
-        alone = scored(query[one], weights[one], keys[one], None, positions[one], jnp.int32(0))
+        alone = scored(query[one], weights[one], keys[one], None, positions[one], EVERY)
         assert_close(together[one], np.asarray(alone))

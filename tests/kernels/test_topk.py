@@ -25,7 +25,7 @@ def in_chunks(scores, k, chunk=CHUNK):
     for first in range(0, scores.shape[1], chunk):
         part = scores[:, first : first + chunk]
         part = np.pad(part, ((0, 0), (0, chunk - part.shape[1])), constant_values=-np.inf)
-        values, positions = merge(values, positions, part, jnp.int32(first))
+        values, positions = merge(values, positions, part, first + jnp.arange(part.shape[1], dtype=jnp.int32))
     return np.asarray(values), np.asarray(positions)
 
 
