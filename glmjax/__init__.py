@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "GLMConfig": "glmjax.config",
     "LLM": "glmjax.api",
+    "Layout": "glmjax.sharding.layout",
     "RequestOutput": "glmjax.types",
     "SamplingParams": "glmjax.types",
     "forward": "glmjax.model",

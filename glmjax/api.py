@@ -25,12 +25,14 @@ from glmjax.params import num_bytes
 from glmjax.programs import MAX_BANNED, Programs, step_shapes
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.clock import Clock
+from glmjax.serving.data_parallel import DataParallelScheduler
 from glmjax.serving.engine import Engine
 from glmjax.serving.http import HttpOptions, build_app
 from glmjax.serving.runner import ProgramRunner
 from glmjax.serving.scheduler import Scheduler, SchedulerConfig
 from glmjax.serving.server import Server
 from glmjax.serving.tokenizer import Tokenizer
+from glmjax.sharding.layout import Layout
 from glmjax.types import RequestOutput, SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -53,7 +55,9 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any):
         settings = engine_options(**options)
         self.model_path = find_model(model)
-        self.config, params = load_checkpoint(self.model_path, dtype=settings.dtype, mtp=False)
+        self.layout = settings.layout
+        settings.layout.check_model(GLMConfig.from_hf(self.model_path), settings.block_size)
+        self.config, params = load_checkpoint(self.model_path, settings.dtype, settings.layout, mtp=False)
         self.tokenizer = Tokenizer.from_dir(self.model_path) if (self.model_path / "tokenizer.json").exists() else None
         self.sampling_defaults, eos_ids = _generation_config(self.model_path, self.config)
         self._engine = build_engine(self.config, params, self.tokenizer, settings, eos_ids)
@@ -263,13 +267,15 @@ def build_engine(
         raise ConfigError(
             f"max_model_len={max_model_len} is more than the model's {config.max_position_embeddings} positions"
         )
+    layout = options.layout
     num_blocks = pool_blocks(config, options, max_model_len)
-    room = num_blocks * options.block_size
+    block_size = options.block_size * layout.dcp  # tokens that a block id stands for, over all DCP ranks
+    room = num_blocks * block_size
     if options.max_model_len is None:
         max_model_len = min(max_model_len, room)
     elif room < max_model_len:
         raise ConfigError(
-            f"the KV pool holds {room} tokens ({num_blocks} blocks of {options.block_size}), less than "
+            f"the KV pool holds {room} tokens ({num_blocks} blocks of {block_size}), less than "
             f"max_model_len={max_model_len}: raise num_device_blocks or kv_cache_gib, or lower max_model_len"
         )
     max_chunk = min(options.max_num_batched_tokens, max_model_len)
@@ -281,23 +287,25 @@ def build_engine(
             params,
             num_blocks=num_blocks,
             block_size=options.block_size,
-            table_width=-(-max_model_len // options.block_size),
+            table_width=-(-max_model_len // block_size),
             cache_dtype=options.cache_dtype,
             shapes=shapes,
+            layout=layout,
+            prefill=options.dcp_prefill,
+            combine=options.dcp_comm_backend,
+            dispatch=options.ep_dispatch,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=max_model_len,
-            block_size=options.block_size,
-            num_blocks=num_blocks,
-            enable_prefix_caching=options.enable_prefix_caching,
-            policy=options.policy,
-        ),
-        eos_ids,
+    limits = SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=options.enable_prefix_caching,
+        policy=options.policy,
     )
+    scheduler = Scheduler(limits, eos_ids) if layout.dp == 1 else DataParallelScheduler(limits, layout.dp, eos_ids)
     raw = tokenizer.raw if tokenizer else None
     runner = ProgramRunner(programs)
     return Engine(
@@ -312,12 +320,12 @@ def build_engine(
 
 
 def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -> int:
-    """Blocks of the KV pool: as told, or what the memory holds, but no more than the sequences can use."""
+    """Blocks of a device's KV pool: as told, or what the memory holds, but no more than the sequences can use."""
     if options.num_device_blocks is not None:
         return options.num_device_blocks
     one = num_bytes(abstract_cache(config, 0, options.block_size, options.cache_dtype))
-    budget = options.kv_cache_gib * GIB if options.kv_cache_gib else _free_bytes()
-    most = options.max_num_seqs * -(-max_model_len // options.block_size)
+    budget = options.kv_cache_gib * GIB if options.kv_cache_gib else _free_bytes(options.layout)
+    most = options.max_num_seqs * -(-max_model_len // (options.block_size * options.layout.dcp))
     if budget < one:
         raise ConfigError(
             f"{max(budget, 0) / GIB:.3f} GiB are left for the KV pool, and one block of {options.block_size} tokens "
@@ -326,12 +334,14 @@ def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -
     return min(most, int(budget // one))
 
 
-def _free_bytes() -> float:
+def _free_bytes(layout: Layout) -> float:
+    """Memory for the pool of one device; simulated CPU devices share the machine's."""
     device = jax.local_devices()[0]
     memory = device.memory_stats() if device.platform != "cpu" else None
     if memory:
         return 0.9 * memory["bytes_limit"] - memory["bytes_in_use"]
-    return min(CPU_CACHE_GIB * GIB, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(CPU_CACHE_GIB * GIB, memory_bytes / 4) / layout.num_devices
 
 
 def _generation_config(path: Path, config: GLMConfig) -> tuple[dict[str, Any], tuple[int, ...]]:

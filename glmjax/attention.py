@@ -1,7 +1,7 @@
 """Sparse multi-head latent attention, always absorbed: one 576-wide row of the KV pool serves all heads.
 
-Heads are those of this device. Where the KV is split over devices (DCP), either a copy of all rows has been gathered, or
-the queries are: then each device attends to the selected rows that it holds, with the heads of all, and the partial
+Heads are those of this device. Where the KV is split over devices (DCP), either a copy of all rows has been gathered,
+or the queries are: then each device attends to the selected rows that it holds, with the heads of all, and the partial
 results are merged by log-sum-exp.
 """
 
@@ -15,8 +15,8 @@ from glmjax.kernels.sparse_mla import sparse_mla
 from glmjax.kernels.topk import compact
 from glmjax.layers import apply_rope, linear, precision_of, rms_norm
 from glmjax.params import AttentionParams
-from glmjax.share import Share
 from glmjax.sharding.merge import merge_attention, shard_weight, weigh
+from glmjax.share import Share
 
 
 def query_latent(weights: AttentionParams, config: GLMConfig, x: jax.Array) -> jax.Array:

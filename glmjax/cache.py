@@ -6,6 +6,7 @@ A slot holds one token in every layer. The scheduler owns which request a slot b
 Letters: L layers, N indexers, S slots.
 """
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -42,6 +43,10 @@ class KVCache:
     @property
     def quantized(self) -> bool:
         return self.latent_scale is not None
+
+    @property
+    def dtype(self) -> CacheDtype:
+        return "fp8_ds_mla" if self.quantized else "float32" if self.latent.dtype == jnp.float32 else "bfloat16"
 
 
 Rows = dict[str, jax.Array]  # rows on their way into a cache, as it stores them: field -> [T, ...]
@@ -86,8 +91,9 @@ def make_cache(config: GLMConfig, num_blocks: int, block_size: int, dtype: Cache
     )
 
 
-def _bits(fp8: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(fp8, jnp.uint8)
+def stored_bits(values: jax.Array) -> jax.Array:
+    """What a pool stores of numbers: fp8 becomes bytes."""
+    return jax.lax.bitcast_convert_type(values, jnp.uint8) if values.dtype == codec.FP8 else values
 
 
 def stored_values(stored: jax.Array) -> jax.Array:
@@ -129,7 +135,7 @@ def pack_mla(cache: KVCache, latent: jax.Array, rope: jax.Array) -> Rows:
     if not cache.quantized:
         return {"latent": latent.astype(cache.latent.dtype), "rope": rope}
     values, scale = codec.quantize_latent(latent.astype(jnp.bfloat16))
-    return {"latent": _bits(values), "latent_scale": scale, "rope": rope}
+    return {"latent": stored_bits(values), "latent_scale": scale, "rope": rope}
 
 
 def pack_index_key(cache: KVCache, key: jax.Array) -> Rows:
@@ -137,7 +143,7 @@ def pack_index_key(cache: KVCache, key: jax.Array) -> Rows:
     if not cache.quantized:
         return {"index_key": key.astype(cache.index_key.dtype)}
     values, scale = codec.quantize_index_key(key.astype(jnp.bfloat16))
-    return {"index_key": _bits(values), "index_scale": scale}
+    return {"index_key": stored_bits(values), "index_scale": scale}
 
 
 def write_rows(cache: KVCache, place: jax.Array | int, slots: jax.Array, rows: Rows) -> KVCache:
@@ -147,7 +153,8 @@ def write_rows(cache: KVCache, place: jax.Array | int, slots: jax.Array, rows: R
       place: the layer, or the indexer for index keys.
       slots: [T] int32, -1 dropped.
     """
-    return cache.replace(**{name: _write(getattr(cache, name), place, slots, new) for name, new in rows.items()})
+    written = {name: _write(getattr(cache, name), place, slots, new) for name, new in rows.items()}
+    return dataclasses.replace(cache, **written)
 
 
 def insert_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array) -> KVCache:

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from glmjax.config import GLMConfig
 from glmjax.errors import CheckpointError, ConfigError
@@ -23,6 +25,8 @@ from glmjax.hf_read import HFReader
 from glmjax.hf_write import write_hf
 from glmjax.orbax_io import OrbaxReader, is_orbax, write_orbax
 from glmjax.params import Params, num_bytes
+from glmjax.sharding.layout import Layout
+from glmjax.sharding.partition import param_specs
 from glmjax.staging import staged_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -44,7 +48,7 @@ SIDE_FILES = (
 def load_checkpoint(
     path: str | Path,
     dtype: str = "float32",
-    layout: object | None = None,
+    layout: Layout | None = None,
     *,
     shardings: Callable[[Params], Params] | None = None,
     mtp: bool = True,
@@ -58,9 +62,9 @@ def load_checkpoint(
     Args:
       path: the folder.
       dtype: of all other weights: "float32", "bfloat16" or "float16".
-      layout: must be None, one device; to spread the weights pass ``shardings``.
-      shardings: given the abstract tree (``jax.ShapeDtypeStruct`` leaves), returns the same tree with a
-        ``jax.sharding.Sharding`` per leaf.  Each process reads only what its devices hold.
+      layout: spreads the weights over the devices of ``layout.mesh()``; None: one device.
+      shardings: instead of a layout: given the abstract tree (``jax.ShapeDtypeStruct`` leaves), returns the same tree
+        with a ``jax.sharding.Sharding`` per leaf.  Each process reads only what its devices hold.
       mtp: load the multi-token-prediction layer, if the checkpoint has one.
       progress: draw a progress bar on stderr; None: only if stderr is a terminal.
 
@@ -69,13 +73,24 @@ def load_checkpoint(
       ConfigError: config.json asks for something that glmjax does not do, or an argument is not one of those above.
     """
     weights_dtype = parse_dtype(dtype)
-    if layout is not None:
-        raise ConfigError(f"layout={layout!r} is not supported by load_checkpoint; pass shardings, or layout=None")
+    if layout is not None and layout.num_devices > 1:
+        if shardings is not None:
+            raise ConfigError("layout and shardings both say where the weights go; pass one of them")
+        shardings = param_shardings(layout, layout.mesh())
     reader = _open(path, weights_dtype, mtp=mtp)
     placed = None if shardings is None else shardings(reader.abstract)
     with _progress_bar(f"Loading {Path(path).name}", num_bytes(reader.abstract), progress) as advance:
         params = reader.read(placed, advance)
     return reader.config, params
+
+
+def param_shardings(layout: Layout, mesh: jax.sharding.Mesh) -> Callable[[Params], Params]:
+    """For ``load_checkpoint``: where each parameter goes on a layout's mesh."""
+
+    def shardings(abstract: Params) -> Params:
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(layout, abstract))
+
+    return shardings
 
 
 def save_pretrained(

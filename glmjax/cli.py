@@ -2,6 +2,7 @@
 
 import enum
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from glmjax import __version__
-from glmjax.errors import GlmjaxError
+from glmjax.errors import ConfigError, GlmjaxError
+from glmjax.sharding.layout import Layout
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="GLM-5.3 in JAX: serve, generate, convert.")
 
@@ -35,6 +37,22 @@ class Policy(enum.StrEnum):
     priority = "priority"
 
 
+class Prefill(enum.StrEnum):
+    auto = "auto"
+    kv_gather = "kv_gather"
+    query_gather = "query_gather"
+
+
+class Combine(enum.StrEnum):
+    ag_rs = "ag_rs"
+    a2a = "a2a"
+
+
+class Dispatch(enum.StrEnum):
+    gather = "gather"
+    ragged = "ragged"
+
+
 class Format(enum.StrEnum):
     orbax = "orbax"
     hf = "hf"
@@ -51,6 +69,14 @@ Blocks = Annotated[int | None, typer.Option("--num-device-blocks", help="Size of
 Gib = Annotated[float | None, typer.Option("--kv-cache-gib", help="Memory for the KV pool, in GiB.")]
 Caching = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse KV of equal prefixes.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of requests that bring none.")]
+LayoutName = Annotated[str | None, typer.Option("--layout", help="Instead of degrees: a preset such as pcp8_dcp8.")]
+DP = Annotated[int, typer.Option("--dp", help="Data parallelism: groups with requests of their own.")]
+TP = Annotated[int, typer.Option("--tp", help="Tensor parallelism: heads and widths are split.")]
+PCP = Annotated[int, typer.Option("--pcp", help="Prefill context parallelism: a prompt's queries are split.")]
+DCP = Annotated[int, typer.Option("--dcp", help="Decode context parallelism: the KV cache is split by token.")]
+EP = Annotated[int, typer.Option("--ep", help="Expert parallelism: 1, or the number of devices.")]
+Interleave = Annotated[int, typer.Option("--interleave", help="Consecutive tokens of a DCP rank.")]
+DispatchOption = Annotated[Dispatch, typer.Option("--ep-dispatch", help="How tokens reach experts; ragged needs GPUs.")]
 
 
 @app.command()
@@ -72,10 +98,21 @@ def serve(
     prefix_caching: Caching = True,
     policy: Annotated[Policy, typer.Option(help="Order of waiting requests.")] = Policy.fcfs,
     seed: Seed = 0,
+    layout: LayoutName = None,
+    dp: DP = 1,
+    tp: TP = 1,
+    pcp: PCP = 1,
+    dcp: DCP = 1,
+    ep: EP = 1,
+    interleave: Interleave = 1,
+    dcp_prefill: Annotated[Prefill, typer.Option(help="What travels in a prefill with --dcp.")] = Prefill.auto,
+    dcp_comm_backend: Annotated[Combine, typer.Option(help="How attention results travel.")] = Combine.ag_rs,
+    ep_dispatch: DispatchOption = Dispatch.gather,
 ) -> None:
     """Serve a model with OpenAI's HTTP API."""
     from glmjax import api
 
+    chosen = _layout(layout, dp=dp, tp=tp, pcp=pcp, dcp=dcp, ep=ep, interleave=interleave)
     api.enable_compilation_cache()
     api.serve(
         model,
@@ -94,6 +131,10 @@ def serve(
         kv_cache_gib=kv_cache_gib,
         enable_prefix_caching=prefix_caching,
         policy=policy.value,
+        layout=chosen,
+        dcp_prefill=dcp_prefill.value,
+        dcp_comm_backend=dcp_comm_backend.value,
+        ep_dispatch=ep_dispatch.value,
         seed=seed,
     )
 
@@ -113,12 +154,24 @@ def generate(
     max_model_len: Length = None,
     max_num_seqs: Sequences = 4,
     max_num_batched_tokens: Batched = 128,
+    block_size: BlockSize = 64,
+    num_device_blocks: Blocks = None,
+    kv_cache_gib: Gib = None,
     seed: Seed = 0,
+    layout: LayoutName = None,
+    dp: DP = 1,
+    tp: TP = 1,
+    pcp: PCP = 1,
+    dcp: DCP = 1,
+    ep: EP = 1,
+    interleave: Interleave = 1,
+    ep_dispatch: DispatchOption = Dispatch.gather,
 ) -> None:
     """Complete prompts and print the result."""
     from glmjax import api
     from glmjax.types import SamplingParams
 
+    chosen = _layout(layout, dp=dp, tp=tp, pcp=pcp, dcp=dcp, ep=ep, interleave=interleave)
     api.enable_compilation_cache()
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, skip_special_tokens=not chat
@@ -129,6 +182,11 @@ def generate(
         "max_model_len": max_model_len,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
+        "block_size": block_size,
+        "num_device_blocks": num_device_blocks,
+        "kv_cache_gib": kv_cache_gib,
+        "layout": chosen,
+        "ep_dispatch": ep_dispatch.value,
         "seed": seed,
     }
     with api.LLM(model, **options) as llm:
@@ -183,6 +241,18 @@ def demo(
 
     build_demo(target, seed=seed)
     typer.echo(f"Wrote {target}")
+
+
+def _layout(name: str | None, **degrees: int) -> Layout:
+    """The layout that was asked for, with as many simulated devices if it will run on a CPU."""
+    if name is not None and any(degree != 1 for degree in degrees.values()):
+        raise ConfigError(f"--layout {name} and degrees such as --pcp exclude one another: give one of them")
+    layout = Layout(**degrees) if name is None else Layout.parse(name)
+    if layout.num_devices > 1 and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", layout.num_devices)
+    return layout
 
 
 def _version(value: bool) -> None:

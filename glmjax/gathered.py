@@ -7,14 +7,15 @@ nothing of the step, the copy for the next layer is under way while a layer comp
 The rows travel as stored: FP8 rows are half the bytes of what they stand for.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from glmjax.cache import KVCache, Rows, read_stored, stored_values, write_rows
-from glmjax.share import Share
 from glmjax.sharding import cp
+from glmjax.share import Share
 
 MLA_FIELDS = ("latent", "latent_scale", "rope")
 INDEX_FIELDS = ("index_key", "index_scale")
@@ -58,17 +59,16 @@ def gather(kv: KV, fields: tuple[str, ...], place: jax.Array | int, share: Share
     own = {name: read_stored(pool, jnp.minimum(place, pool.shape[0] - 1), slots) for name, pool in pools.items()}
     # What is written to the pool from now on waits for this reading, or XLA would copy the pool to keep the old rows.
     pools, own = jax.lax.optimization_barrier((pools, own))
-    copies = {
-        name: share.collectives.all_gather(rows, share.layout.shard_axes, 0)[None] for name, rows in own.items()
-    }
-    return KV(kv.cache.replace(**pools), kv.view.replace(**copies))
+    copies = {name: share.collectives.all_gather(rows, share.layout.shard_axes, 0)[None] for name, rows in own.items()}
+    return KV(dataclasses.replace(kv.cache, **pools), dataclasses.replace(kv.view, **copies))
 
 
 def switch(kv: KV, ahead: KV, fields: tuple[str, ...]) -> KV:
     """Goes on with the copy ``ahead`` in these fields; the pool is that of ``kv``."""
     if kv.view is None or ahead.view is None:
         return kv
-    return KV(kv.cache, kv.view.replace(**{name: getattr(ahead.view, name) for name in fields}))
+    new = {name: getattr(ahead.view, name) for name in fields}
+    return KV(kv.cache, dataclasses.replace(kv.view, **new))
 
 
 def _local_slots(share: Share) -> jax.Array:

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 
 from glmjax import codec
-from glmjax.cache import KVCache, pack_index_key, read_index_keys
+from glmjax.cache import KVCache, pack_index_key, read_index_keys, stored_bits, stored_values
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV, read_gathered_keys
 from glmjax.kernels.index_scores import index_scores
 from glmjax.kernels.topk import merge_top_k
 from glmjax.layers import apply_rope, layer_norm, linear
 from glmjax.params import IndexerParams
-from glmjax.share import Share
 from glmjax.sharding import cp
 from glmjax.sharding.merge import merge_candidates
+from glmjax.share import Share
 
 KEY_NORM_EPS = 1e-6  # the indexer's own, not the model's (spec/model.md 2.4)
 CONTEXT_CHUNK = 2048  # keys of a chunk at most
@@ -89,12 +89,15 @@ def select(
     )  # [T, heads]
     if kv.cache.quantized:
         query, query_scale = codec.quantize_index_key(query)
-        query, head_weights = query.astype(jnp.float32), head_weights * query_scale
+        head_weights = head_weights * query_scale
 
     positions, tables = share.positions, share.block_tables
     if share.kv == "query_gather":
-        query, head_weights = share.gather_queries(query), share.gather_queries(head_weights)
+        query = stored_values(share.gather_queries(stored_bits(query)))  # fp8 queries travel as bytes
+        head_weights = share.gather_queries(head_weights)
         positions, tables = share.query_positions, share.query_tables
+    if kv.cache.quantized:
+        query = query.astype(jnp.float32)
     R, Q = positions.shape
     blocks = max(1, min(CONTEXT_CHUNK, CHUNK_KEYS // R) // share.block_size)
     if kv.view is None:

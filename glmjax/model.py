@@ -22,9 +22,9 @@ from glmjax.indexer import select
 from glmjax.layers import at_layer, linear, rms_norm, rope_angles, swiglu
 from glmjax.moe import moe
 from glmjax.params import Params
-from glmjax.share import Share, share_of
 from glmjax.sharding.collectives import Collectives
 from glmjax.sharding.layout import ONE_DEVICE, Layout
+from glmjax.share import Share, share_of
 
 MLPKind = Literal["dense", "experts"]
 
@@ -157,9 +157,7 @@ def _repeat[C, Y](body: Callable[[C, jax.Array | int], tuple[C, Y]], carry: C, c
     return jax.lax.scan(body, carry, jnp.arange(count, dtype=jnp.int32))
 
 
-def run_layers(
-    params: Params, config: GLMConfig, cache: KVCache, share: Share
-) -> tuple[KVCache, jax.Array, jax.Array]:
+def run_layers(params: Params, config: GLMConfig, cache: KVCache, share: Share) -> tuple[KVCache, jax.Array, jax.Array]:
     """The trunk up to the final norm.
 
     Returns:

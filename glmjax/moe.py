@@ -1,8 +1,7 @@
 """Mixture of experts: a sigmoid router in float32 with a selection bias, routed experts and shared ones.
 
-With expert parallelism every device has some experts. The tokens of all devices are gathered, each device applies its
-experts to the tokens that chose them, and the results are summed while they are scattered back: shapes are static and no
-token is ever dropped.
+With expert parallelism every device has some experts; ``glmjax.sharding.dispatch`` brings the tokens of all devices to
+them and the results back. No token is ever dropped.
 """
 
 import jax
@@ -12,6 +11,7 @@ from glmjax.config import GLMConfig
 from glmjax.kernels.grouped_matmul import grouped_apply
 from glmjax.layers import at_layer, swiglu, take
 from glmjax.params import MoEParams, Weight
+from glmjax.sharding.dispatch import Exchange, gather_dispatch, ragged_dispatch
 from glmjax.share import Share
 
 
@@ -33,12 +33,20 @@ def route(router: jax.Array, bias: jax.Array, config: GLMConfig, x: jax.Array) -
     return ids, weights * config.routed_scaling_factor
 
 
-def moe(params: MoEParams, config: GLMConfig, index: jax.Array | int, x: jax.Array, share: Share) -> jax.Array:
+def moe(
+    params: MoEParams,
+    config: GLMConfig,
+    index: jax.Array | int,
+    x: jax.Array,
+    share: Share,
+    exchange: Exchange = jax.lax.ragged_all_to_all,
+) -> jax.Array:
     """Routed plus shared experts of one layer.
 
     Args:
       params: stacks over all such layers; index: which one.
       x: [T, D]; padding is sent to no expert.
+      exchange: see ``ragged_dispatch``.
 
     Returns:
       [T, D].
@@ -46,18 +54,22 @@ def moe(params: MoEParams, config: GLMConfig, index: jax.Array | int, x: jax.Arr
     layout, collectives = share.layout, share.collectives
     ids, weights = route(params.router[index], params.router_bias[index], config, x)
     ids = jnp.where(share.valid.reshape(-1, 1), ids, -1)
-    token_axes = layout.token_axes if layout.expert_axes else ()
-    tokens, ids, weights = (collectives.all_gather(y, token_axes, 0) for y in (x, ids, weights))
+    experts = params.router.shape[1] // collectives.size(layout.expert_axes)  # of this device
 
-    def expert(e: jax.Array, rows: jax.Array) -> jax.Array:
+    def apply_expert(e: jax.Array, rows: jax.Array) -> jax.Array:
         return swiglu(rows, _expert(params.gate_up, index, e), _expert(params.down, index, e))
 
-    experts = params.router.shape[1] // collectives.size(layout.expert_axes)  # of this device
-    own = ids - collectives.rank(layout.expert_axes) * experts
-    own = jnp.where((own >= 0) & (own < experts), own, -1)
-    routed = grouped_apply(tokens, own, experts, expert)  # [T', k, D]
-    out = jnp.einsum("tkd,tk->td", routed.astype(jnp.float32), weights)
-    out = collectives.reduce_scatter(out, token_axes, 0).astype(x.dtype)
+    def own_experts(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        own = ids - collectives.rank(layout.expert_axes) * experts
+        own = jnp.where((own >= 0) & (own < experts), own, -1)
+        routed = grouped_apply(tokens, own, experts, apply_expert)  # [N, k, D]
+        return jnp.einsum("nkd,nk->nd", routed.astype(jnp.float32), weights)
+
+    if share.dispatch == "ragged" and layout.expert_axes:
+        out = ragged_dispatch(own_experts, collectives, x, ids, weights, experts, exchange)
+    else:
+        out = gather_dispatch(own_experts, collectives, x, ids, weights)
+    out = out.astype(x.dtype)
     if config.n_shared_experts:
         out += swiglu(x, at_layer(params.shared_gate_up, index), at_layer(params.shared_down, index))
     return collectives.all_reduce(out, layout.tensor_axes)

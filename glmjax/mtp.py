@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from glmjax.batch import TokenBatch
 from glmjax.cache import KVCache
 from glmjax.config import GLMConfig
-from glmjax.layers import linear, rms_norm
 from glmjax.gathered import first_kv
+from glmjax.layers import linear, rms_norm
 from glmjax.model import logits, run_group
 from glmjax.params import Params
-from glmjax.share import KVSource, Share, share_of
 from glmjax.sharding.layout import ONE_DEVICE, Layout
+from glmjax.share import KVSource, Share, share_of
 
 
 def mtp_layer(

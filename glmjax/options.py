@@ -5,6 +5,7 @@ import math
 from typing import Any, Literal
 
 from glmjax.errors import ConfigError
+from glmjax.sharding.layout import ONE_DEVICE, Layout
 
 Dtype = Literal["bfloat16", "float32"]
 CacheDtypeOption = Literal["auto", "fp8_ds_mla", "bfloat16", "float32"]
@@ -25,6 +26,13 @@ class EngineOptions:
       kv_cache_gib: memory for the KV pool; None: chosen from the device's.
       enable_prefix_caching: reuse the KV of equal prefixes.
       policy: "fcfs" or "priority".
+      layout: how devices share the work: a ``Layout``, its text such as "pcp=8,dcp=8,ep=8", or a preset's name.
+        ``max_num_seqs``, ``max_num_batched_tokens`` and the KV pool are those of each data-parallel rank.
+      dcp_prefill: with dcp > 1, "kv_gather" brings a layer's cached KV to the prompt's queries, "query_gather" the
+        queries to the KV; "auto" takes what moves fewer bytes.
+      dcp_comm_backend: how partial attention results come back to their queries, "ag_rs" or "a2a" (vLLM's names).
+      ep_dispatch: with ep > 1, how tokens reach their experts: "gather" brings all of them to every device, "ragged"
+        sends each to the devices that it needs (fewer bytes unless tp is all devices; GPUs only).
       seed: of requests that bring none.
     """
 
@@ -38,12 +46,21 @@ class EngineOptions:
     kv_cache_gib: float | None = None
     enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
+    layout: Layout = ONE_DEVICE
+    dcp_prefill: Literal["auto", "kv_gather", "query_gather"] = "auto"
+    dcp_comm_backend: Literal["ag_rs", "a2a"] = "ag_rs"
+    ep_dispatch: Literal["gather", "ragged"] = "gather"
     seed: int = 0
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("bfloat16", "float32"))
         _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", "fp8_ds_mla", "bfloat16", "float32"))
         _one_of("policy", self.policy, ("fcfs", "priority"))
+        _one_of("dcp_prefill", self.dcp_prefill, ("auto", "kv_gather", "query_gather"))
+        _one_of("dcp_comm_backend", self.dcp_comm_backend, ("ag_rs", "a2a"))
+        _one_of("ep_dispatch", self.ep_dispatch, ("gather", "ragged"))
+        if not isinstance(self.layout, Layout):
+            raise ConfigError(f"layout must be a glmjax.Layout or its text, such as 'pcp=8,dcp=8', got {self.layout!r}")
         for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks", "max_model_len"):
             _whole(field, getattr(self, field), least=2 if field == "max_model_len" else 1)
         _whole("seed", self.seed)
@@ -62,7 +79,6 @@ class EngineOptions:
 
 # Arguments that the interface reserves: the value that means "off", and what they will do.
 RESERVED: dict[str, tuple[Any, str]] = {
-    "layout": (None, "sharding over several devices"),
     "prefill": (None, "prefill/decode disaggregation"),
     "decode": (None, "prefill/decode disaggregation"),
     "num_speculative_tokens": (0, "speculative decoding in the engine"),
@@ -85,7 +101,10 @@ def engine_options(**arguments: Any) -> EngineOptions:
                 raise ConfigError(f"{name}={value!r}: {what} is not available in this version; leave it at {off!r}")
         elif name not in known:
             raise ConfigError(f"unknown option {name!r}; known ones are {', '.join(sorted(known))}")
-    return EngineOptions(**{k: v for k, v in arguments.items() if k in known})
+    given = {k: v for k, v in arguments.items() if k in known}
+    layout = given.get("layout", ONE_DEVICE)
+    given["layout"] = ONE_DEVICE if layout is None else Layout.parse(layout) if isinstance(layout, str) else layout
+    return EngineOptions(**given)
 
 
 def _one_of(field: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -22,9 +22,11 @@ from glmjax.errors import ConfigError
 from glmjax.model import logits, run_layers
 from glmjax.params import Params, fp8_as_bytes
 from glmjax.sample import SamplingBatch, sample
-from glmjax.share import Combine, KVSource, share_of
+from glmjax.sharding.collectives import Collectives
 from glmjax.sharding.layout import ONE_DEVICE, Layout
 from glmjax.sharding.partition import batch_spec, cache_spec, param_specs
+from glmjax.sharding.traffic import Prefill
+from glmjax.share import Combine, Dispatch, KVSource, share_of
 from glmjax.types import MAX_LOGPROBS
 
 MAX_BANNED = 64  # tokens that one request may ban in a step
@@ -127,18 +129,36 @@ def make_step(
     block_size: int,
     layout: Layout = ONE_DEVICE,
     *,
-    prefill: KVSource = "query_gather",
+    prefill: Prefill = "auto",
     combine: Combine = "ag_rs",
+    dispatch: Dispatch = "gather",
 ) -> Step:
     """The pure step of one shape: computes the rectangle, writes its KV and samples after each row's last token.
 
     It is what one device does; with more than one it runs inside ``shard_map``, on the batch of its data-parallel rank,
     and every device of the group gives the same outputs.
+
+    Args:
+      prefill: see ``Share.kv``; "auto" is whichever moves fewer bytes for this shape.
+      combine, dispatch: see ``Share``.
     """
+
+    def kv_source(params: Params, cache: KVCache) -> KVSource:
+        return layout.traffic(
+            config,
+            tokens=shape.tokens,
+            requests=shape.requests,
+            context_rows=table_width * block_size * layout.dcp,
+            block_size=block_size,
+            kv_dtype=cache.dtype,
+            activation_bytes=params.embed.dtype.itemsize,
+            combine=combine,
+        ).kv
 
     def step(params: Params, cache: KVCache, packed: jax.Array) -> tuple[KVCache, jax.Array]:
         batch, how = _unpack(packed, shape, table_width, block_size)
-        share = share_of(batch, layout, prefill=prefill, combine=combine)
+        source = kv_source(params, cache) if prefill == "auto" else prefill
+        share = share_of(batch, layout, prefill=source, combine=combine, dispatch=dispatch)
         cache, hidden, _ = run_layers(params, config, cache, share)
         out = sample(logits(params, share.last_rows(hidden), layout), how, batch.start + batch.length)
         columns = [out.token[:, None], out.rank[:, None], out.logprob[:, None], out.top_ids, out.top_logprobs]
@@ -148,14 +168,19 @@ def make_step(
 
 
 def over_mesh(step: Step, layout: Layout, mesh: jax.sharding.Mesh, params: Params) -> Step:
-    """The step on all devices: packed inputs and outputs are [dp * R, ...], rank by rank."""
-    kv, rows = cache_spec(layout), batch_spec(layout)
+    """The step on all devices: inputs and outputs are [dp * R, ...], rank by rank, the outputs whole on every device."""
+
+    def gathering(params: Params, cache: KVCache, packed: jax.Array) -> tuple[KVCache, jax.Array]:
+        cache, out = step(params, cache, packed)
+        return cache, Collectives(layout).all_gather(out, layout.data_axes, 0)
+
+    kv = cache_spec(layout)
     return jax.shard_map(
-        step,
+        gathering,
         mesh=mesh,
-        in_specs=(param_specs(layout, params), kv, rows),
-        out_specs=(kv, rows),
-        check_vma=False,  # outputs are equal over a group by construction, which the check cannot see
+        in_specs=(param_specs(layout, params), kv, batch_spec(layout)),
+        out_specs=(kv, PartitionSpec()),
+        check_vma=False,  # outputs are equal everywhere by construction, which the check cannot see
     )
 
 
@@ -187,7 +212,7 @@ class Programs:
       table_width: blocks of the longest request.
       shapes: rectangles to compile.
       layout: how the devices of ``mesh`` share the work.
-      prefill, combine: see ``Share``.
+      prefill, combine, dispatch: see ``make_step``.
       progress: called with (done, total) as programs become ready.
     """
 
@@ -203,16 +228,19 @@ class Programs:
         shapes: Sequence[StepShape],
         layout: Layout = ONE_DEVICE,
         mesh: jax.sharding.Mesh | None = None,
-        prefill: KVSource = "query_gather",
+        prefill: Prefill = "auto",
         combine: Combine = "ag_rs",
+        dispatch: Dispatch = "gather",
         progress: Callable[[int, int], None] | None = None,
     ):
         on_cpu = all(d.platform == "cpu" for d in params.embed.devices())
+        if on_cpu and dispatch == "ragged" and layout.ep > 1:
+            raise ConfigError("ep_dispatch='ragged' needs GPUs, XLA cannot do it on a CPU: use ep_dispatch='gather'")
         self.config, self.params = config, fp8_as_bytes(params) if on_cpu else params
         self.num_blocks, self.block_size, self.table_width = num_blocks, block_size, table_width
         self.cache_dtype: CacheDtype = cache_dtype
         self.layout, self.mesh = layout, layout.mesh() if mesh is None and layout.num_devices > 1 else mesh
-        self._how: dict[str, Any] = {"prefill": prefill, "combine": combine}
+        self._how: dict[str, Any] = {"prefill": prefill, "combine": combine, "dispatch": dispatch}
         self.shapes = tuple(sorted(set(shapes)))
         self.compilations = 0
         self._lock = threading.Lock()

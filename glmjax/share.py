@@ -20,6 +20,7 @@ from glmjax.sharding.layout import Layout
 
 KVSource = Literal["pool", "query_gather", "kv_gather"]
 Combine = Literal["ag_rs", "a2a"]
+Dispatch = Literal["gather", "ragged"]
 
 
 @struct.dataclass
@@ -31,10 +32,12 @@ class Share:
       positions: [r, q] int32, -1 for padding.
       block_tables: [r, B] int32.
       group_positions, group_tables: the same for the rows of the whole group, in gathered order.
-      kv: where attention finds its keys: "pool", the device's own pool, which has all of them; "query_gather", the pools
-        of all DCP ranks, to which the queries travel; "kv_gather", a temporary copy of all ranks' rows.
+      kv: where attention finds its keys: "pool", the device's own pool, which has all of them; "query_gather", the
+        pools of all DCP ranks, to which the queries travel; "kv_gather", a temporary copy of all ranks' rows.
       combine: how partial attention results come back with "query_gather": "ag_rs" gathers log-sum-exps and
         reduce-scatters weighted outputs, "a2a" sends each device its queries' partial outputs.
+      dispatch: with expert parallelism, how tokens reach their experts: "gather" brings all tokens to every device,
+        "ragged" sends each to the devices that it needs, which XLA can do on GPUs only.
       by_row: the batch is split by row, not by token.
       requests: R.
     """
@@ -48,6 +51,7 @@ class Share:
     layout: Layout = struct.field(pytree_node=False)
     kv: KVSource = struct.field(pytree_node=False)
     combine: Combine = struct.field(pytree_node=False)
+    dispatch: Dispatch = struct.field(pytree_node=False)
     by_row: bool = struct.field(pytree_node=False)
     requests: int = struct.field(pytree_node=False)
 
@@ -116,14 +120,14 @@ class Share:
     @property
     def query_positions(self) -> jax.Array:
         """Positions of ``gather_queries``' rows, as a rectangle: [r', q']."""
-        return self.collectives.all_gather(self.positions, self.layout.shard_context_axes, self.split_dim)
+        return self.collectives.part(self.group_positions, self.layout.replica_context_axes, self.split_dim)
 
     @property
     def query_tables(self) -> jax.Array:
         """Block tables of that rectangle's requests: [r', B]."""
         if not self.by_row:
             return self.block_tables
-        return self.collectives.all_gather(self.block_tables, self.layout.shard_context_axes, 0)
+        return self.collectives.part(self.group_tables, self.layout.replica_context_axes, 0)
 
     def query_slots(self, positions: jax.Array) -> jax.Array:
         """Slots in this device's pool of positions [T', ...] of ``gather_queries``' rows; -1 where it has none."""
@@ -154,7 +158,12 @@ class Share:
 
 
 def share_of(
-    batch: TokenBatch, layout: Layout, *, prefill: KVSource = "query_gather", combine: Combine = "ag_rs"
+    batch: TokenBatch,
+    layout: Layout,
+    *,
+    prefill: KVSource = "query_gather",
+    combine: Combine = "ag_rs",
+    dispatch: Dispatch = "gather",
 ) -> Share:
     """What this device computes of a batch that all devices of its group hold alike.
 
@@ -163,13 +172,14 @@ def share_of(
     """
     R, Q = batch.tokens.shape
     positions = jnp.where(batch.valid, batch.positions, -1)
-    by_row = splits_by_row(Q, layout.pcp)
+    by_row = cp.splits_by_row(Q, layout.pcp)
     kv: KVSource = "pool" if layout.dcp == 1 else "query_gather" if by_row and layout.pcp > 1 else prefill
     common: dict[str, Any] = {
         "block_size": batch.block_size,
         "layout": layout,
         "kv": kv,
         "combine": combine,
+        "dispatch": dispatch,
         "by_row": by_row,
         "requests": R,
     }
@@ -178,8 +188,8 @@ def share_of(
         missing = -R % layout.pcp
         tokens, tables = (jnp.pad(x, ((0, missing), (0, 0))) for x in (batch.tokens, batch.block_tables))
         positions = jnp.pad(positions, ((0, missing), (0, 0)), constant_values=-1)
-        own = (collectives.part(x, axes, 0) for x in (tokens, positions, tables))
-        return Share(*own, group_positions=positions, group_tables=tables, **common)
+        own_tokens, own_positions, own_tables = (collectives.part(x, axes, 0) for x in (tokens, positions, tables))
+        return Share(own_tokens, own_positions, own_tables, positions, tables, **common)
     width = cp.local_width(Q, layout.pcp)
     offsets = cp.zigzag_positions(batch.length, layout.pcp, collectives.rank(axes), width)
     everyone = cp.zigzag_gather_index(batch.length, layout.pcp, width)
@@ -191,8 +201,3 @@ def share_of(
         group_tables=batch.block_tables,
         **common,
     )
-
-
-def splits_by_row(tokens: int, ranks: int) -> bool:
-    """Whether a rectangle of requests with up to ``tokens`` new tokens is split by row: too few to cut into 2 x ranks."""
-    return tokens < 2 * ranks or ranks == 1

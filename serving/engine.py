@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from glmjax.errors import RequestError
 from glmjax.serving.clock import Clock
+from glmjax.serving.data_parallel import DataParallelScheduler
 from glmjax.serving.detokenize import TextStream, special_ids
 from glmjax.serving.handle import EngineError, OnOutput, RequestHandle
 from glmjax.serving.plan import Plan, Runner
@@ -47,7 +48,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Scheduler | DataParallelScheduler,
         runner: Runner,
         tokenizer: Tokenizer | None,
         clock: Clock,
@@ -101,15 +102,8 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Gauges and counters, the runner's included.  May be called from any thread."""
-        scheduler = self.scheduler
         return {
-            "free_blocks": scheduler.pool.free_blocks,
-            "total_blocks": scheduler.pool.num_blocks,
-            "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting),
-            "num_preemptions": scheduler.num_preemptions,
-            "prefix_cache_queries": scheduler.prefix_cache_queries,
-            "prefix_cache_hits": scheduler.prefix_cache_hits,
+            **self.scheduler.gauges(),
             **{name: self._counters[name] for name in (*_COUNTERS, *_FINISHED)},
             **self.runner.stats(),
         }
@@ -169,7 +163,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV at the next step; running requests keep theirs."""
         with self._wake:
-            self._command(self.scheduler.pool.reset)
+            self._command(self.scheduler.reset_prefix_cache)
 
     def start(self) -> None:
         """Step in a thread of its own from now on."""

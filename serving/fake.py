@@ -65,7 +65,7 @@ class FakeRunner:
 
     def _slot(self, chunk: Chunk, position: int) -> int:
         block, offset = divmod(position, self._block_size)
-        return chunk.blocks[block] * self._block_size + offset
+        return (chunk.rank << 40) + chunk.blocks[block] * self._block_size + offset
 
     def _check_writes(self, plan: Plan) -> None:
         """No slot is written twice, or written by one request and read by another."""

@@ -24,6 +24,7 @@ class Chunk:
       sampling: how to choose.
       seed: 64-bit seed of the sequence; noise depends on it and on the position only.
       banned_ids: tokens that may not be chosen in this step (end and stop tokens before ``min_tokens``).
+      rank: data-parallel rank, whose pool the blocks are in.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class Chunk:
     sampling: SamplingParams
     seed: int = 0
     banned_ids: tuple[int, ...] = ()
+    rank: int = 0
 
     @property
     def end(self) -> int:
@@ -42,7 +44,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One step: chunks of distinct requests, at most ``max_num_batched_tokens`` tokens in all."""
+    """One step: chunks of distinct requests, at most ``max_num_batched_tokens`` tokens for each rank."""
 
     chunks: tuple[Chunk, ...]
 

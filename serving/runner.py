@@ -1,9 +1,11 @@
-"""Carries out plans with compiled programs.  Owns the KV pool on the device; knows no layer and no kernel.
+"""Carries out plans with compiled programs.  Owns the KV pools on the devices; knows no layer and no kernel.
 
-A plan's one-token chunks run together as a column of rows, each longer chunk as a rectangle of its own.
+A plan's one-token chunks run together as a column of rows, each longer chunk as a rectangle of its own.  Data-parallel
+ranks run their rectangles side by side, in the shape that the largest of them needs.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -21,24 +23,26 @@ class ProgramRunner:
         self._steps = 0
 
     def run(self, plan: Plan) -> dict[str, Sampled]:
-        singles = [c for c in plan.chunks if len(c.token_ids) == 1]
-        batches: list[Sequence[Chunk]] = [singles[i : i + self._rows] for i in range(0, len(singles), self._rows)]
-        batches += [[c] for c in plan.chunks if len(c.token_ids) > 1]
+        ranks = range(self._programs.layout.dp)
         # Dispatch all, then read: the host never waits for one rectangle before sending the next.
         pending = []
-        for chunks in batches:
-            shape = self._programs.smallest(len(chunks), max(len(c.token_ids) for c in chunks))
-            inputs = StepInputs.empty(shape, self._programs.table_width)
-            for row, chunk in enumerate(chunks):
-                fill_row(inputs, row, chunk)
-            self._cache, out = self._programs.run(shape, self._cache, [inputs])
+        for batches in rectangles([[c for c in plan.chunks if c.rank == rank] for rank in ranks], self._rows):
+            longest = max(len(c.token_ids) for batch in batches for c in batch)
+            shape = self._programs.smallest(max(map(len, batches)), longest)
+            inputs = [StepInputs.empty(shape, self._programs.table_width) for _ in ranks]
+            for rank, batch in enumerate(batches):
+                for row, chunk in enumerate(batch):
+                    fill_row(inputs[rank], row, chunk)
+            self._cache, out = self._programs.run(shape, self._cache, inputs)
             out.copy_to_host_async()
-            pending.append((chunks, out))
+            pending.append((batches, shape.requests, out))
             self._steps += 1
         sampled: dict[str, Sampled] = {}
-        for chunks, out in pending:
+        for batches, rows, out in pending:
             host = StepOutputs.unpack(np.asarray(out))
-            sampled |= {c.request_id: read_row(host, row, c) for row, c in enumerate(chunks) if c.samples}
+            for rank, batch in enumerate(batches):
+                places = enumerate(batch, rank * rows)
+                sampled |= {c.request_id: read_row(host, row, c) for row, c in places if c.samples}
         return sampled
 
     def stats(self) -> dict[str, int]:
@@ -48,6 +52,17 @@ class ProgramRunner:
     def close(self) -> None:
         """Frees the pool."""
         del self._cache
+
+
+def rectangles(chunks: Sequence[Sequence[Chunk]], rows: int) -> Iterator[tuple[Sequence[Chunk], ...]]:
+    """What runs together: for each rank's chunks, a column of up to ``rows`` one-token chunks or one longer chunk.
+
+    All columns come first.  The longer ones go from the longest, so that those that run side by side are alike.
+    """
+    columns = (itertools.batched((c for c in own if len(c.token_ids) == 1), rows) for own in chunks)
+    yield from itertools.zip_longest(*columns, fillvalue=())
+    longer = (sorted((c for c in own if len(c.token_ids) > 1), key=lambda c: -len(c.token_ids)) for own in chunks)
+    yield from itertools.zip_longest(*(((c,) for c in own) for own in longer), fillvalue=())
 
 
 def fill_row(inputs: StepInputs, row: int, chunk: Chunk) -> None:

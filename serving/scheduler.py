@@ -92,6 +92,27 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def load(self) -> int:
+        """What there is to do, for choosing between schedulers: waiting requests weigh more than running ones."""
+        return 4 * len(self.waiting) + len(self.running)
+
+    def gauges(self) -> dict[str, int]:
+        """What ``Engine.stats`` says of requests and blocks."""
+        return {
+            "free_blocks": self.pool.free_blocks,
+            "total_blocks": self.pool.num_blocks,
+            "num_running": len(self.running),
+            "num_waiting": len(self.waiting),
+            "num_preemptions": self.num_preemptions,
+            "prefix_cache_queries": self.prefix_cache_queries,
+            "prefix_cache_hits": self.prefix_cache_hits,
+        }
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV; running requests keep theirs."""
+        self.pool.reset()
+
+    @property
     def max_sequence_tokens(self) -> int:
         """Longest prompt with output that context limit and pool allow."""
         config = self.config

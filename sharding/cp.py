@@ -22,6 +22,11 @@ def array_namespace(*arrays: Any) -> Any:
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
+def splits_by_row(tokens: int, ranks: int) -> bool:
+    """Whether a rectangle with up to ``tokens`` new tokens a request is split by row: too few to cut into 2 x ranks."""
+    return tokens < 2 * ranks or ranks == 1
+
+
 def local_width(max_length: int, ranks: int) -> int:
     """Width that holds a rank's share of any chunk of up to ``max_length`` tokens."""
     return 2 * -(-max_length // (2 * ranks))

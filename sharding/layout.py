@@ -21,6 +21,9 @@ from glmjax.errors import ConfigError
 if TYPE_CHECKING:
     import jax
 
+    from glmjax.sharding.traffic import Combine, KVDtype, Prefill, Traffic
+
+
 MESH_AXES = ("data", "context_outer", "context_inner", "tensor_outer", "tensor_inner")
 QUANT_BLOCK = 128  # rows and columns of a block-FP8 weight that share a scale (spec/model.md 3.2)
 
@@ -169,7 +172,12 @@ class Layout:
     @property
     def replica_axes(self) -> tuple[str, ...]:
         """Over the devices of a group that hold the same shard of the KV cache."""
-        return ("context_outer", "tensor_outer")
+        return (*self.replica_context_axes, "tensor_outer")
+
+    @property
+    def replica_context_axes(self) -> tuple[str, ...]:
+        """The part of those over whose devices queries are split by token."""
+        return ("context_outer",)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -234,6 +242,47 @@ class Layout:
                 f"block_size={block_size} must be a multiple of interleave={self.interleave}: "
                 f"use interleave={_choice(_divisors(block_size))}"
             )
+
+    def traffic(
+        self,
+        config: GLMConfig,
+        *,
+        tokens: int,
+        context_rows: int,
+        block_size: int = 64,
+        requests: int = 1,
+        kv_dtype: "KVDtype" = "fp8_ds_mla",
+        activation_bytes: int = 2,
+        prefill: "Prefill" = "auto",
+        combine: "Combine" = "ag_rs",
+    ) -> "Traffic":
+        """What a device receives from others in one step, exchange by exchange; ``print`` it for a table.
+
+        Args:
+          tokens: new tokens of a request, as the compiled shape has them; 1 is decode.
+          context_rows: tokens that a request's block table can hold, those of this step included.
+          block_size: tokens of a KV block on one device.
+          requests: rows of the compiled shape, per data-parallel rank.
+          activation_bytes: of one value of the hidden states.
+          prefill, combine: as in ``glmjax.programs.Programs``.
+
+        Raises:
+          ConfigError: a size is less than 1, or ``check_model`` refuses the model.
+        """
+        from glmjax.sharding.traffic import traffic
+
+        return traffic(
+            self,
+            config,
+            tokens=tokens,
+            context_rows=context_rows,
+            block_size=block_size,
+            requests=requests,
+            kv_dtype=kv_dtype,
+            activation_bytes=activation_bytes,
+            prefill=prefill,
+            combine=combine,
+        )
 
     def _tensor_splits(self, config: GLMConfig, quantized: bool) -> dict[str, tuple[int, int]]:
         """What tp splits: name -> (size, the unit of which each part must be a multiple)."""

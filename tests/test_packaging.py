@@ -77,6 +77,7 @@ def test_wheels_hold_the_package_and_nothing_else(wheels: tuple[Path, Path]) -> 
         assert names == tree
     assert {"glmjax/py.typed", "glmjax/kernels/__init__.py", "glmjax/sharding/__init__.py"} <= tree
     assert any(re.fullmatch(r"glmjax/serving/\w+\.jinja", name) for name in tree)
+    assert any(re.fullmatch(r"glmjax/sharding/\w+\.txtpb", name) for name in tree)
 
 
 def test_wheel_says_what_it_is(wheels: tuple[Path, Path]) -> None:

@@ -15,8 +15,8 @@ from glmjax.config import GLMConfig
 from glmjax.gathered import KV
 from glmjax.layers import at_layer, rms_norm, rope_angles
 from glmjax.params import random_params
-from glmjax.share import share_of
 from glmjax.sharding.layout import ONE_DEVICE
+from glmjax.share import share_of
 
 TOLERANCE = 1e-4
 CONFIG = GLMConfig.tiny(num_nextn_predict_layers=0)

@@ -19,8 +19,8 @@ from glmjax.kernels.index_scores import index_scores_numpy
 from glmjax.kernels.topk import top_k_numpy
 from glmjax.layers import at_layer, rms_norm, rope_angles
 from glmjax.params import random_params
-from glmjax.share import share_of
 from glmjax.sharding.layout import ONE_DEVICE
+from glmjax.share import share_of
 
 CONFIG = GLMConfig.tiny(num_nextn_predict_layers=0)
 INDEXER, BLOCK, LENGTH = 1, 4, 60
@@ -38,7 +38,8 @@ def _select(config, sizes, weights, cache, x, latent, batch):
         for name, value in sizes:
             setattr(indexer, name, value)
         angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
-        kv, chosen = indexer.select(weights, config, KV(cache, None), INDEXER, x, latent, angles, share_of(batch, ONE_DEVICE))
+        share = share_of(batch, ONE_DEVICE)
+        kv, chosen = indexer.select(weights, config, KV(cache, None), INDEXER, x, latent, angles, share)
         return kv.cache, chosen
     finally:
         for name, value in before.items():

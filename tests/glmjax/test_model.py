@@ -18,9 +18,9 @@ from glmjax.config import GLMConfig
 from glmjax.gathered import KV
 from glmjax.model import forward, group_runs, logits, run_group, run_layers
 from glmjax.params import FLOAT32_WEIGHTS, abstract_params, random_params
-from glmjax.share import share_of
-from glmjax.sharding.layout import ONE_DEVICE
 from glmjax.programs import StepShape, make_step, packed_width
+from glmjax.sharding.layout import ONE_DEVICE
+from glmjax.share import share_of
 
 TOLERANCE = 1e-4
 whole = jax.jit(forward, static_argnums=2)

@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import tiny_glm
 
+from glmjax.batch import TokenBatch
 from glmjax.config import GLMConfig
 from glmjax.layers import rms_norm
 from glmjax.moe import moe, route
 from glmjax.params import random_params
+from glmjax.share import share_of
+from glmjax.sharding.layout import ONE_DEVICE
 
 TOLERANCE = 1e-4
 CONFIG = GLMConfig.tiny(num_nextn_predict_layers=0)
@@ -20,7 +23,14 @@ GLM = GLMConfig.glm_5_3()
 LAYER = 2  # in the stack of mixture-of-experts layers
 
 routed = jax.jit(route, static_argnums=2)
-mixed = jax.jit(moe, static_argnums=1)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def mixed(params, config, index, x, valid):
+    """Rows x [T, D] of which some, valid [T], are real: requests of one token or none."""
+    zeros = jnp.zeros(len(x), jnp.int32)
+    batch = TokenBatch(zeros[:, None], zeros, valid.astype(jnp.int32), zeros[:, None], block_size=1)
+    return moe(params, config, index, x, share_of(batch, ONE_DEVICE))
 
 
 @functools.cache

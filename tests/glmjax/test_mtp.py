@@ -12,9 +12,9 @@ import tiny_glm
 from glmjax.batch import TokenBatch, contiguous_batch
 from glmjax.cache import make_cache
 from glmjax.model import logits, run_layers
-from glmjax.share import share_of
-from glmjax.sharding.layout import ONE_DEVICE
 from glmjax.mtp import draft, mtp_layer
+from glmjax.sharding.layout import ONE_DEVICE
+from glmjax.share import share_of
 
 TOLERANCE = 1e-4
 PROMPT, DRAFTS, BLOCK = 48, 3, 64
@@ -27,7 +27,6 @@ drafted = jax.jit(draft, static_argnums=(1, 5))
 @functools.partial(jax.jit, static_argnums=1)
 def one_pass(params, config, cache, hidden, batch):
     return mtp_layer(params, config, cache, hidden, share_of(batch, ONE_DEVICE))
-
 
 
 def model(share=True):

@@ -13,7 +13,6 @@ import tiny_glm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glmjax.batch import slots_numpy
 from glmjax.cache import abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
@@ -29,6 +28,7 @@ from glmjax.programs import (
     packed_width,
     step_shapes,
 )
+from glmjax.sharding.cp import local_slots
 from glmjax.types import MAX_LOGPROBS
 
 # A pool so large that whatever is as small as a step's temporaries cannot be a copy of a part of it.
@@ -104,7 +104,7 @@ def test_inputs_arrive_as_they_were_packed(case):
 def test_empty_inputs_are_padding():
     inputs = StepInputs.empty(StepShape(2, 3), 4)
     batch, how = _unpack(jnp.asarray(inputs.pack()), StepShape(2, 3), 4, BLOCK)
-    assert (np.asarray(batch.write_slots) == -1).all()
+    assert not np.asarray(batch.valid).any()
     assert (np.asarray(how.banned) == -1).all() and how.banned.shape == (2, MAX_BANNED)
     assert not np.asarray(how.temperature).any() and (np.asarray(how.top_p) == 1).all()
 
@@ -174,10 +174,9 @@ def test_rectangle_with_padding_equals_separate_rows():
 def test_step_writes_the_slots_of_its_tokens_and_no_other():
     cache = programs().make_cache()
     cache, _ = run(StepShape(3, 8), cache, [(prompt(0)[:8], 0, TABLES[0]), (prompt(1)[:3], 0, TABLES[1])])
-    expected = {
-        *slots_numpy(np.array(TABLES[0]), np.arange(8), BLOCK),
-        *slots_numpy(np.array(TABLES[1]), np.arange(3), BLOCK),
-    }
+    written = np.where(np.arange(8) < [[8], [3]], np.arange(8), -1)
+    expected = {*local_slots(np.array(TABLES[:2]), written, BLOCK, 1, 0, 1).reshape(-1).tolist()} - {-1}
+    assert len(expected) == 11
     for pool in jax.tree.leaves(cache):
         for layer in np.asarray(pool)[:, :-BLOCK]:
             assert set(np.flatnonzero(layer.any(axis=-1))) == expected

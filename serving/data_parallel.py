@@ -1,0 +1,88 @@
+"""Data parallelism for the engine: one scheduler for each rank, seen as one.
+
+Ranks share nothing but the step: each has its own requests, blocks and prefix cache, and the limits of the
+configuration hold for each.  A request stays with the rank that it was given to.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from glmjax.serving.plan import Chunk, Plan, Sampled
+from glmjax.serving.request import Request
+from glmjax.serving.scheduler import Scheduler, SchedulerConfig, Update
+
+
+class DataParallelScheduler:
+    """The interface of ``Scheduler`` over several; a new request goes to the least loaded one."""
+
+    def __init__(self, config: SchedulerConfig, ranks: int, eos_ids: Collection[int] = ()):
+        self.config = config
+        self.ranks = tuple(Scheduler(config, eos_ids) for _ in range(ranks))
+        self._rank_of: dict[str, int] = {}
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        return self.ranks[0].eos_ids
+
+    @property
+    def has_work(self) -> bool:
+        return any(scheduler.has_work for scheduler in self.ranks)
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        return self.ranks[0].max_sequence_tokens
+
+    def gauges(self) -> dict[str, int]:
+        """Sums over the ranks."""
+        total: Counter[str] = Counter()
+        for scheduler in self.ranks:
+            total.update(scheduler.gauges())
+        return dict(total)
+
+    def reset_prefix_cache(self) -> None:
+        for scheduler in self.ranks:
+            scheduler.reset_prefix_cache()
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        self.ranks[0].check_fits(num_prompt_tokens, max_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request at a rank."""
+        rank = min(range(len(self.ranks)), key=lambda r: (self.ranks[r].load, r))
+        self.ranks[rank].add(request)
+        self._rank_of[request.request_id] = rank
+
+    def abort(self, request_id: str) -> bool:
+        rank = self._rank_of.pop(request_id, None)
+        return rank is not None and self.ranks[rank].abort(request_id)
+
+    def clear(self) -> None:
+        for scheduler in self.ranks:
+            scheduler.clear()
+        self._rank_of.clear()
+
+    def schedule(self) -> Plan:
+        """The ranks' plans as one."""
+        chunks: list[Chunk] = []
+        for rank, scheduler in enumerate(self.ranks):
+            chunks += (dataclasses.replace(chunk, rank=rank) for chunk in scheduler.schedule().chunks)
+        return Plan(tuple(chunks))
+
+    def commit(self, plan: Plan, outputs: Mapping[str, Sampled]) -> list[Update]:
+        updates = []
+        for rank, scheduler in enumerate(self.ranks):
+            own = Plan(tuple(chunk for chunk in plan.chunks if chunk.rank == rank))
+            updates += scheduler.commit(own, outputs)
+        for update in updates:
+            if update.finish_reason is not None:
+                del self._rank_of[update.request.request_id]
+        return updates
+
+    def check(self) -> None:
+        """Raise unless every invariant holds."""
+        for rank, scheduler in enumerate(self.ranks):
+            scheduler.check()
+            mine = {request_id for request_id, r in self._rank_of.items() if r == rank}
+            if mine != {r.request_id for r in (*scheduler.running, *scheduler.waiting)}:
+                raise AssertionError(f"data parallelism: rank {rank} has lost or kept a request")
