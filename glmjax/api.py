@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import glmjax
 from glmjax.cache import abstract_cache
-from glmjax.checkpoint import load_checkpoint
+from glmjax.checkpoint import load_checkpoint, load_config
 from glmjax.config import GLMConfig, token_ids
 from glmjax.demo import build_demo
 from glmjax.errors import CheckpointError, ConfigError, RequestError
@@ -56,7 +56,7 @@ class LLM:
         settings = engine_options(**options)
         self.model_path = find_model(model)
         self.layout = settings.layout
-        settings.layout.check_model(GLMConfig.from_hf(self.model_path), settings.block_size)
+        settings.layout.check_model(load_config(self.model_path), settings.block_size)
         self.config, params = load_checkpoint(self.model_path, settings.dtype, settings.layout, mtp=False)
         self.tokenizer = Tokenizer.from_dir(self.model_path) if (self.model_path / "tokenizer.json").exists() else None
         self.sampling_defaults, eos_ids = _generation_config(self.model_path, self.config)

@@ -170,11 +170,21 @@ def parse_dtype(name: str) -> np.dtype[Any]:
     return jnp.dtype(name)
 
 
-def _open(path: str | Path, dtype: np.dtype[Any], *, mtp: bool) -> HFReader | OrbaxReader:
+def load_config(path: str | Path) -> GLMConfig:
+    """The configuration of a checkpoint folder.
+
+    Raises:
+      CheckpointError: there is no such folder.
+      ConfigError: config.json asks for something that glmjax does not do.
+    """
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{path} is not a folder" if folder.exists() else f"{path} not found")
-    config = GLMConfig.from_hf(folder)
+    return GLMConfig.from_hf(folder)
+
+
+def _open(path: str | Path, dtype: np.dtype[Any], *, mtp: bool) -> HFReader | OrbaxReader:
+    folder, config = Path(path), load_config(path)
     return (OrbaxReader if is_orbax(folder) else HFReader)(folder, config, dtype, mtp=mtp)
 
 

@@ -235,11 +235,12 @@ def convert(
 def demo(
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing folder.")] = False,
 ) -> None:
     """Write the demo checkpoint: small, random, deterministic."""
     from glmjax.demo import build_demo
 
-    build_demo(target, seed=seed)
+    build_demo(target, seed=seed, overwrite=overwrite)
     typer.echo(f"Wrote {target}")
 
 

@@ -43,6 +43,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -73,7 +74,6 @@ class ChatRequest(GenerateRequest, kw_only=True):
     top_logprobs: int | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     include_reasoning: bool | None = None
 
 
@@ -174,6 +174,7 @@ def refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 def completion_sampling(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     _check_stream(request)
+    _check_format(request)
     if request.echo and request.logprobs is not None:
         raise RequestError("echo with logprobs is not supported", "logprobs")
     return _sampling(request, defaults, max_tokens=request.max_tokens, logprobs=request.logprobs)
@@ -204,9 +205,7 @@ def chat_sampling(request: ChatRequest, defaults: Mapping[str, Any]) -> Sampling
 
 def check_chat(request: ChatRequest) -> None:
     """Refuse what would need a grammar."""
-    wanted = (request.response_format or {}).get("type", "text")
-    if wanted != "text":
-        raise RequestError(f"response_format of type {wanted!r} {_NO_GRAMMAR}", "response_format")
+    _check_format(request)
     choice = request.tool_choice
     if choice is None or choice in ("none", "auto"):
         return
@@ -217,6 +216,12 @@ def check_chat(request: ChatRequest) -> None:
             "tool_choice",
         )
     raise RequestError(f"tool_choice must be 'none' or 'auto', got {choice!r}", "tool_choice")
+
+
+def _check_format(request: GenerateRequest) -> None:
+    wanted = (request.response_format or {}).get("type", "text")
+    if wanted != "text":
+        raise RequestError(f"response_format of type {wanted!r} {_NO_GRAMMAR}", "response_format")
 
 
 def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from glmjax.errors import ConfigError
 if TYPE_CHECKING:
     import jax
 
+    from glmjax.sharding.draw import LayoutFigure
     from glmjax.sharding.traffic import Combine, KVDtype, Prefill, Traffic
 
 
@@ -283,6 +284,32 @@ class Layout:
             prefill=prefill,
             combine=combine,
         )
+
+    def draw(
+        self,
+        prompt_len: int,
+        cached: int = 0,
+        *,
+        config: GLMConfig | None = None,
+        block_size: int = 64,
+        prefill: "Prefill" = "auto",
+    ) -> "LayoutFigure":
+        """A picture: who stores which KV, who computes which queries, and what crosses the wire in one layer.
+
+        A notebook shows it as the value of a cell; ``savefig`` writes it to a file.
+
+        Args:
+          prompt_len: new tokens of a prompt, computed in one step.
+          cached: tokens before them whose KV is there already.
+          config: None for GLM-5.3.
+          block_size, prefill: as in ``traffic``.
+
+        Raises:
+          ConfigError: ``prompt_len`` is less than 1 or ``cached`` than 0, or ``check_model`` refuses the model.
+        """
+        from glmjax.sharding.draw import draw
+
+        return draw(self, prompt_len, cached, config or GLMConfig.glm_5_3(), block_size, prefill)
 
     def _tensor_splits(self, config: GLMConfig, quantized: bool) -> dict[str, tuple[int, int]]:
         """What tp splits: name -> (size, the unit of which each part must be a multiple)."""

@@ -1,30 +1,34 @@
 """One small model under any layout: its programs and what they generate, to compare with one device.
 
 The vocabulary is no larger than the top log-probabilities that a step returns, so that these are a whole distribution.
+Pools start full of NaN: no row may be read before it is written.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from glmjax.cache import CacheDtype, KVCache
 from glmjax.config import GLMConfig
 from glmjax.params import Params, random_params
 from glmjax.programs import Programs, StepInputs, StepOutputs, StepShape
-from glmjax.share import Combine, KVSource
-from glmjax.sharding.layout import Layout
+from glmjax.sharding.cp import local_slots
+from glmjax.sharding.layout import MESH_AXES, Layout
 from glmjax.sharding.partition import param_specs
+from glmjax.share import Combine, KVSource
 
 TOP_K, BLOCK, CHUNK, NEW_TOKENS = 12, 8, 24, 6
-# Around the edges of 2, 4 or 8 ranks W: W and the 2 W parts of a split prompt, a block, W blocks, top-k, a chunk.
+# Around the edges of 2, 4 and 8 ranks: the ranks, two parts each of a prompt, a block, a block each, top-k, a chunk.
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 63, 64, 65)
 REQUESTS = len(LENGTHS)
-PREFILL, DECODE = StepShape(REQUESTS, CHUNK), StepShape(REQUESTS, 1)
+CHUNKS, SINGLES = StepShape(REQUESTS, CHUNK), StepShape(REQUESTS, 1)
 # Every kind of layer: dense, then twice a leader and a follower with experts, which run in a scan.
 CONFIG = GLMConfig.tiny(
     vocab_size=16,
@@ -54,8 +58,38 @@ def on_devices(layout: Layout, params: Params) -> Params:
     """The parameters where a layout wants them."""
     if layout.num_devices == 1:
         return params
-    mesh = layout.mesh()
-    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, param_specs(layout, params))
+    mesh, specs = layout.mesh(), param_specs(layout, params)
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+
+
+def each_device(layout: Layout, compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs ``compute`` on every device, all with the same arguments: results get a first axis of devices."""
+    run = jax.shard_map(
+        lambda *args: jax.tree.map(lambda x: x[None], compute(*args)),
+        mesh=layout.mesh(),
+        in_specs=P(),
+        out_specs=P(MESH_AXES),
+        check_vma=False,
+    )
+    return jax.jit(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layout and how it computes.
+
+    Attributes:
+      singles: single tokens have a program of their own, which PCP splits by row; else they run as short chunks.
+    """
+
+    layout: str
+    cache_dtype: CacheDtype = "float32"
+    prefill: KVSource = "query_gather"
+    combine: Combine = "ag_rs"
+    singles: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.layout}-{self.prefill}-{self.combine}-{self.cache_dtype}"
 
 
 def blocks_for(tokens: int, layout: Layout) -> int:
@@ -64,27 +98,20 @@ def blocks_for(tokens: int, layout: Layout) -> int:
 
 
 @functools.cache
-def programs(
-    text: str,
-    cache_dtype: CacheDtype = "float32",
-    prefill: KVSource = "query_gather",
-    combine: Combine = "ag_rs",
-) -> Programs:
-    """Programs of a layout, one for chunks and, where that is another path through the model, one for single tokens."""
-    layout = Layout.parse(text)
+def programs(case: Case) -> Programs:
+    layout = Layout.parse(case.layout)
     width = blocks_for(max(LENGTHS) + NEW_TOKENS, layout)
-    by_row = cache_dtype == "float32" and prefill == "query_gather" and (layout.pcp > 1 or layout.num_devices == 1)
     return Programs(
         CONFIG,
         on_devices(layout, random_params(CONFIG)),
         num_blocks=REQUESTS * width,
         block_size=BLOCK,
         table_width=width,
-        cache_dtype=cache_dtype,
-        shapes=(PREFILL, DECODE) if by_row else (PREFILL,),
+        cache_dtype=case.cache_dtype,
+        shapes=(CHUNKS, SINGLES) if case.singles else (CHUNKS,),
         layout=layout,
-        prefill=prefill,
-        combine=combine,
+        prefill=case.prefill,
+        combine=case.combine,
     )
 
 
@@ -130,23 +157,16 @@ def step_inputs(program: Programs, shape: StepShape, pieces: Pieces) -> list[Ste
     return inputs
 
 
-def rubbish_cache(program: Programs) -> KVCache:
-    """Pools in which no row may be read before it is written: of NaN, which as bytes of fp8 is 0x7F."""
-    return jax.tree.map(
-        lambda x: jnp.full_like(x, 0x7F if x.dtype == jnp.uint8 else jnp.nan, device=x.sharding), program.make_cache()
-    )
+def nan_like(x: jax.Array) -> jax.Array:
+    return jnp.full_like(x, 0x7F if x.dtype == jnp.uint8 else jnp.nan, device=x.sharding)  # fp8's NaN is 0x7F
 
 
 @functools.cache
-def generate(*how: str) -> Generated:
-    """Prompts in chunks, odd requests a chunk later than even ones; then single tokens, of all requests and of each alone.
-
-    Args:
-      how: arguments of ``programs``.
-    """
-    program = programs(*how)
-    dp, cache = program.layout.dp, rubbish_cache(program)
-    to_requests = np.argsort(row_orders(dp), axis=1)
+def generate(case: Case) -> Generated:
+    """Prompts in chunks, odd requests a chunk later than even ones; then single tokens, of all requests and of each."""
+    program = programs(case)
+    dp, cache = program.layout.dp, jax.tree.map(nan_like, program.make_cache())
+    by_request = np.argsort(row_orders(dp), axis=1)[:, :, None]
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in LENGTHS]
     tokens: list[list[np.ndarray]] = [[] for _ in texts]
@@ -156,19 +176,19 @@ def generate(*how: str) -> Generated:
         nonlocal cache
         shape = program.smallest(REQUESTS, length)
         cache, packed = program.run(shape, cache, step_inputs(program, shape, pieces))
-        by_row = np.asarray(packed).reshape(dp, REQUESTS, -1)
-        by_request = np.take_along_axis(by_row, to_requests[:, :, None], axis=1)
+        rows = np.take_along_axis(np.asarray(packed).reshape(dp, REQUESTS, -1), by_request, axis=1)
         for request, (start, piece) in pieces.items():
             if start + len(piece) == len(texts[request]):
-                out = StepOutputs.unpack(by_request[:, request])
+                out = StepOutputs.unpack(rows[:, request])
                 tokens[request].append(out.token)
                 logprobs[request].append(np.take_along_axis(out.top_logprobs, np.argsort(out.top_ids), axis=1))
                 texts[request].append(int(out.token[0]))
 
     for turn in range(1 + -(-max(LENGTHS) // CHUNK)):
         starts = {r: CHUNK * (turn - r % 2) for r in range(REQUESTS)}
-        pieces = {r: (s, texts[r][s : min(s + CHUNK, LENGTHS[r])]) for r, s in starts.items() if 0 <= s < LENGTHS[r]}
-        step(CHUNK, pieces)
+        step(
+            CHUNK, {r: (s, texts[r][s : min(s + CHUNK, LENGTHS[r])]) for r, s in starts.items() if 0 <= s < LENGTHS[r]}
+        )
     for _ in range(NEW_TOKENS - 2):
         step(1, {request: (len(text) - 1, text[-1:]) for request, text in enumerate(texts)})
     for request, text in enumerate(texts):
@@ -176,8 +196,29 @@ def generate(*how: str) -> Generated:
     return Generated(np.array(tokens).transpose(2, 0, 1), np.array(logprobs).transpose(2, 0, 1, 3), cache)
 
 
-def assert_equals_one_device(*how: str) -> None:
-    """Same tokens on every rank, log-probabilities within 1e-4."""
-    expected, found = generate("dp=1"), generate(*how)
+def cached_rows(case: Case, data_rank: int, request: int) -> dict[str, np.ndarray]:
+    """What the pools of a data-parallel rank hold of a request after ``generate``: field -> [stack, tokens, ...].
+
+    All tokens but the last were computed.
+    """
+    program, cache = programs(case), generate(case).cache
+    layout = program.layout
+    row = int(np.argsort(row_orders(layout.dp)[data_rank])[request])
+    table, positions = row_tables(program)[row : row + 1], np.arange(LENGTHS[request] + NEW_TOKENS - 1)[None]
+    ranks = np.arange(layout.dcp)
+    slots = np.stack([local_slots(table, positions, BLOCK, layout.dcp, r, layout.interleave)[0] for r in ranks])
+    owner = slots.argmax(axis=0)
+    slots = slots.max(axis=0)
+    found = {}
+    for field in dataclasses.fields(cache):
+        if (pools := getattr(cache, field.name)) is not None:
+            pools = np.asarray(pools).reshape(pools.shape[0], layout.dp, layout.dcp, -1, *pools.shape[2:])
+            found[field.name] = pools[:, data_rank, owner, slots]
+    return found
+
+
+def assert_equals_one_device(case: Case) -> None:
+    """Every rank chooses the tokens of one device, with log-probabilities within 1e-4."""
+    expected, found = generate(Case("dp=1", singles=True)), generate(case)
     assert (found.tokens == expected.tokens).all()
     assert np.abs(found.logprobs - expected.logprobs).max() < 1e-4

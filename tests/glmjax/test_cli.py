@@ -47,10 +47,10 @@ def glm(monkeypatch, capsys):
     return run
 
 
-def process(*arguments):
+def process(*arguments, env=None):
     """The same in a process of its own."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=env)
 
 
 def expected_tokens(text, max_tokens):
@@ -85,6 +85,15 @@ def test_generate_prints_json_and_nothing_else(folder):
     ]
 
 
+def test_generate_under_a_layout_simulates_the_devices_it_needs(folder):
+    """And says the same as one device."""
+    degrees = ["--pcp", "2", "--tp", "2", "--dcp", "4", "--ep", "4", "--block-size", "4"]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    run = process("-m", "glmjax", "generate", folder, "-p", "ab", "--json", *FEW, *degrees, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)[0]["token_ids"] == expected_tokens("ab", 32).token_ids
+
+
 def test_generate_treats_prompts_as_messages(glm, folder):
     code, out, _ = glm("generate", folder, "-p", "Hi", "--chat", "--json", "--max-tokens", "3", *FEW)
     (row,) = json.loads(out)
@@ -104,6 +113,9 @@ def test_generate_treats_prompts_as_messages(glm, folder):
         (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["--top-k", "-2"], "top_k must be 0 or -1 for all, or a positive number of tokens, got -2"),
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--layout", "tp8", "--pcp", "2"], "--layout tp8 and degrees such as --pcp exclude one another: give one of them"),
+        (["--pcp", "2", "--dcp", "3"], "dcp=3 must divide pcp=2 x tp=1, the devices that share a KV cache: use dcp=1 or 2"),
+        (["--tp", "4"], "tp=4 cannot split num_attention_heads=2 evenly: for this model use tp=1 or 2"),
         (
             [*FEW, "--max-tokens", "64"],
             "the context is 64 tokens, but 66 were asked for: 2 in the prompt and max_tokens=64",
@@ -180,6 +192,9 @@ def test_convert_replaces_a_folder_only_if_told(glm, folder, tmp_path):
 def test_demo_writes_a_checkpoint(glm, tmp_path):
     assert glm("demo", tmp_path / "demo", "--seed", "3") == (0, f"Wrote {tmp_path / 'demo'}\n", "")
     assert GLMConfig.from_hf(tmp_path / "demo") == demo_config()
+    code, _, err = glm("demo", tmp_path / "demo")
+    assert code == 2 and "overwrite" in err
+    assert glm("demo", tmp_path / "demo", "--overwrite")[0] == 0
 
 
 # Help.

@@ -171,7 +171,7 @@ def test_compiled_for_h200_the_bytes_are_those_listed(prefill):
         )
 
     params = abstract_params(config, jnp.bfloat16)
-    cache = abstract_cache(config, 8 * width + 7, BLOCK, "fp8_ds_mla")  # the pools of all ranks, each with its spare block
+    cache = abstract_cache(config, 8 * width + 7, BLOCK, "fp8_ds_mla")  # all ranks' pools, a spare block in each
     batch = jax.ShapeDtypeStruct((1, packed_width(PREFILL, width)), jnp.int32)
     compiled = compile_for_h200(
         over_mesh(make_step(config, PREFILL, width, BLOCK, layout, prefill=prefill), layout, mesh, params),

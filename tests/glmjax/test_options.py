@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from glmjax.errors import ConfigError
 from glmjax.options import RESERVED, EngineOptions, engine_options
+from glmjax.sharding.layout import Layout
 
 FIELDS = [f.name for f in dataclasses.fields(EngineOptions)]
 SIZES = ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks"]
@@ -16,7 +17,7 @@ SIZES = ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"
 
 def test_defaults_are_valid_and_may_be_said():
     assert engine_options() == EngineOptions()
-    assert engine_options(**dataclasses.asdict(EngineOptions())) == EngineOptions()
+    assert engine_options(**{field: getattr(EngineOptions(), field) for field in FIELDS}) == EngineOptions()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,26 @@ def test_a_bad_value_is_named_with_what_would_be_right(field, value, remedy):
     assert remedy in str(caught.value) and repr(value) in str(caught.value)
 
 
-@given(st.sampled_from(FIELDS), st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just([]))
+@pytest.mark.parametrize(
+    ("value", "layout"),
+    [
+        (None, Layout()),
+        (Layout(pcp=8, ep=8), Layout(pcp=8, ep=8)),
+        ("pcp=8,dcp=8,ep=8", Layout(pcp=8, dcp=8, ep=8)),
+        ("pcp8_dcp8", Layout(pcp=8, dcp=8, ep=8)),
+    ],
+)
+def test_layout_is_a_value_or_its_text(value, layout):
+    assert engine_options(layout=value).layout == layout
+
+
+@pytest.mark.parametrize("value", ["", "pcp", "pcp=8,dcp=3", "tp=0"])
+def test_text_that_is_no_layout_is_refused(value):
+    with pytest.raises(ConfigError):
+        engine_options(layout=value)
+
+
+@given(st.sampled_from(sorted({*FIELDS} - {"layout"})), st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just([]))
 def test_any_value_is_taken_or_named(field, value):
     try:
         options = engine_options(**{field: value})

@@ -448,6 +448,7 @@ def test_metrics(client, web):
             "suffix": "x",
             "prompt_logprobs": 1,
             "structured_outputs": {"regex": "a"},
+            "response_format": {"type": "json_object"},
             "priority": "high",
             "stream": 1,
             "stream_options": {"include_usage": True},
