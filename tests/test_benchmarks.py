@@ -243,3 +243,52 @@ def test_script_without_arguments_says_how_to_use_it() -> None:
     command = [sys.executable, str(BENCHMARKS / "cpu_peers.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "--transformers" in done.stdout
+
+
+def test_layout_costs_has_a_row_for_each_layout_step_and_context() -> None:
+    script = part("layout_costs")
+    rows = script.bytes_rows(["tp8", "pcp8_dcp8", "dp8"], [0, 1 << 20], 2048, 16)
+    cells = {(row["layout"], row["step"], row["context"]): row for row in rows}
+    assert len(cells) == len(rows) == 12
+    assert [cells["pcp8_dcp8", "prefill", n]["kv"] for n in (0, 1 << 20)] == ["kv_gather", "query_gather"]
+    assert cells["tp8", "decode", 0]["layer_bytes"] == 2 * 2 * 16 * 6144 * 2 * 7 // 8
+    layouts = [script.Layout.parse(name) for name in script.default_layouts()]
+    assert set(layouts) == set(script.PRESETS.values()) and len(set(layouts)) == len(layouts)
+
+
+def test_layout_costs_times_steps() -> None:
+    rows = part("layout_costs").time_rows(["tp=2"], [0, 16], 16, 2, 1)
+    assert [(row["step"], row["context"]) for row in rows] == [
+        ("prefill", 0),
+        ("prefill", 16),
+        ("decode", 0),
+        ("decode", 16),
+    ]
+    assert all(row["step_ms"] > 0 for row in rows)
+
+
+def test_layout_costs_prints_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = part("layout_costs")
+    script.main(["pcp8"], "0,2K", 2048, 16, False, as_json=True, out=tmp_path / "out.json")
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "out.json").read_text())
+    assert [row["context"] for row in printed["received_bytes_glm_5_3"]] == [0, 2048, 0, 2048]
+    assert printed["simulated_step_ms_tiny"] == []
+
+
+def test_layout_costs_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    part("layout_costs").main(["pcp8_dcp8"], "248K", 2048, 16, False)
+    assert "212.1 kv" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("given", "message"), [("x", "is not lengths"), ("-1", "negative"), ("", "is not lengths")])
+def test_layout_costs_refuses_contexts_that_are_no_lengths(given: str, message: str) -> None:
+    script = part("layout_costs")
+    with pytest.raises(script.typer.BadParameter, match=message):
+        script.numbers(given)
+
+
+def test_layout_costs_refuses_layouts_that_are_none() -> None:
+    script = part("layout_costs")
+    with pytest.raises(script.typer.BadParameter, match="ep=3 must be"):
+        script.main(["pcp=8,ep=3"], "0", 2048, 16, False)

@@ -47,10 +47,10 @@ def glm(monkeypatch, capsys):
     return run
 
 
-def process(*arguments, env=None):
+def process(*arguments, **options):
     """The same in a process of its own."""
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, **options)
 
 
 def expected_tokens(text, max_tokens):
@@ -260,9 +260,16 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_2(glm, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("example", "shown"), [("batch.py", r"The sun -> .*\n.*\n(.*\n)+cached"), ("serve.py", r"http://.*\n.+")]
+    ("example", "shown"),
+    [
+        ("batch.py", r"The sun -> .*\n.*\n(.*\n)+cached"),
+        ("serve.py", r"http://.*\n.+"),
+        # Every layout says the same.
+        ("compare_layouts.py", r"dp=1 +(\[\[.*\]\])\ntp=4 +\1\npcp=4,dcp=4,ep=4 +\1\ndp=2,pcp=2,dcp=2,ep=4 +\1\n"),
+    ],
 )
-def test_example_runs(example, shown):
-    run = process(EXAMPLES / example)
+def test_example_runs(example, shown, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    run = process(EXAMPLES / example, env=environment, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert re.search(shown, run.stdout), run.stdout
