@@ -204,8 +204,8 @@ def main(
     Console().print(table_of(title, moved, numbers(contexts), mib))
     if timed:
         title = (
-            f"Tiny model, {devices} simulated devices on {result['machine']['cores']} cores: ms a step, by cached tokens; "
-            + what.format(timed_chunk)
+            f"Tiny model, {devices} simulated devices on {result['machine']['cores']} cores: "
+            "ms a step, by cached tokens; " + what.format(timed_chunk)
         )
         Console().print(table_of(title, timed, numbers(timed_contexts), lambda row: number(row["step_ms"], 1)))
 

@@ -22,7 +22,7 @@ from glmjax.demo import build_demo
 from glmjax.errors import CheckpointError, ConfigError, RequestError
 from glmjax.options import EngineOptions, engine_options
 from glmjax.params import num_bytes
-from glmjax.programs import MAX_BANNED, Programs, step_shapes
+from glmjax.programs import MAX_BANNED, Programs, step_shapes, with_contexts
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.clock import Clock
 from glmjax.serving.data_parallel import DataParallelScheduler
@@ -279,7 +279,9 @@ def build_engine(
             f"max_model_len={max_model_len}: raise num_device_blocks or kv_cache_gib, or lower max_model_len"
         )
     max_chunk = min(options.max_num_batched_tokens, max_model_len)
+    table_width = -(-max_model_len // block_size)
     shapes = step_shapes(options.max_num_seqs, max_chunk)
+    shapes = with_contexts(shapes, table_width, layout, options.dcp_prefill)
     with _progress("Compiling") as progress:
         task = progress.add_task("Compiling", total=len(shapes))
         programs = Programs(
@@ -287,7 +289,7 @@ def build_engine(
             params,
             num_blocks=num_blocks,
             block_size=options.block_size,
-            table_width=-(-max_model_len // block_size),
+            table_width=table_width,
             cache_dtype=options.cache_dtype,
             shapes=shapes,
             layout=layout,

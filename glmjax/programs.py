@@ -22,6 +22,7 @@ from glmjax.errors import ConfigError
 from glmjax.model import logits, run_layers
 from glmjax.params import Params, fp8_as_bytes
 from glmjax.sample import SamplingBatch, sample
+from glmjax.sharding import cp
 from glmjax.sharding.collectives import Collectives
 from glmjax.sharding.layout import ONE_DEVICE, Layout
 from glmjax.sharding.partition import batch_spec, cache_spec, param_specs
@@ -30,14 +31,20 @@ from glmjax.share import Combine, Dispatch, KVSource, share_of
 from glmjax.types import MAX_LOGPROBS
 
 MAX_BANNED = 64  # tokens that one request may ban in a step
+MIN_CONTEXT_BLOCKS = 16  # a shorter context needs no program of its own
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class StepShape:
-    """A compiled rectangle: ``requests`` rows of up to ``tokens`` new tokens each."""
+    """A compiled rectangle: ``requests`` rows of up to ``tokens`` new tokens each.
+
+    Attributes:
+      blocks: entries of a row's block table, which bound its context; 0: those of the longest request.
+    """
 
     requests: int
     tokens: int
+    blocks: int = 0
 
 
 @dataclasses.dataclass
@@ -59,7 +66,7 @@ class StepInputs:
     @classmethod
     def empty(cls, shape: StepShape, table_width: int) -> "StepInputs":
         """Padding rows only: no token, greedy, nothing banned."""
-        R = shape.requests
+        R, table_width = shape.requests, shape.blocks or table_width
         i32, f32 = np.int32, np.float32
         return cls(
             tokens=np.zeros((R, shape.tokens), i32),
@@ -82,11 +89,11 @@ class StepInputs:
 
 
 def packed_width(shape: StepShape, table_width: int) -> int:
-    return shape.tokens + table_width + MAX_BANNED + 9
+    return shape.tokens + (shape.blocks or table_width) + MAX_BANNED + 9
 
 
 def _unpack(packed: jax.Array, shape: StepShape, table_width: int, block_size: int) -> tuple[TokenBatch, SamplingBatch]:
-    ends = np.cumsum([shape.tokens, table_width, MAX_BANNED])
+    ends = np.cumsum([shape.tokens, shape.blocks or table_width, MAX_BANNED])
     tokens, tables, banned, rest = jnp.split(packed, ends, axis=1)
     start, length, top_k, wants, seed_low, seed_high, temperature, top_p, min_p = rest.T
 
@@ -148,7 +155,7 @@ def make_step(
             config,
             tokens=shape.tokens,
             requests=shape.requests,
-            context_rows=table_width * block_size * layout.dcp,
+            context_rows=(shape.blocks or table_width) * block_size * layout.dcp,
             block_size=block_size,
             kv_dtype=cache.dtype,
             activation_bytes=params.embed.dtype.itemsize,
@@ -168,7 +175,7 @@ def make_step(
 
 
 def over_mesh(step: Step, layout: Layout, mesh: jax.sharding.Mesh, params: Params) -> Step:
-    """The step on all devices: inputs and outputs are [dp * R, ...], rank by rank, the outputs whole on every device."""
+    """The step on all devices: inputs and outputs are [dp * R, ...], rank by rank, outputs whole on every device."""
 
     def gathering(params: Params, cache: KVCache, packed: jax.Array) -> tuple[KVCache, jax.Array]:
         cache, out = step(params, cache, packed)
@@ -191,6 +198,21 @@ def step_shapes(max_num_seqs: int, max_chunk: int) -> tuple[StepShape, ...]:
     """
     decode = [StepShape(rows, 1) for rows in _sizes(1, max_num_seqs)]
     return (*decode, *(StepShape(1, tokens) for tokens in _sizes(16, max_chunk)))
+
+
+def with_contexts(
+    shapes: Sequence[StepShape], table_width: int, layout: Layout, prefill: Prefill
+) -> tuple[StepShape, ...]:
+    """The shapes, those that gather a context's keys also for a quarter and a sixteenth of the longest context.
+
+    Gathering costs what the block table could hold, not what it does hold.
+    """
+    widths = sorted({width for part in (16, 4, 1) if (width := -(-table_width // part)) >= MIN_CONTEXT_BLOCKS})
+    if layout.dcp == 1 or prefill == "query_gather":
+        return tuple(shapes)
+    gathering = [s for s in shapes if cp.may_gather_keys(s.tokens, layout.pcp)]
+    others = [s for s in shapes if s not in gathering]
+    return (*others, *(dataclasses.replace(s, blocks=width) for s in gathering for width in widths or [table_width]))
 
 
 def _sizes(first: int, last: int) -> list[int]:
@@ -266,12 +288,16 @@ class Programs:
         """Empty pools."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.abstract_cache())
 
-    def smallest(self, requests: int, tokens: int) -> StepShape:
-        """The smallest compiled rectangle that holds ``requests`` rows of ``tokens`` tokens."""
-        fits = [s for s in self.shapes if s.requests >= requests and s.tokens >= tokens]
+    def smallest(self, requests: int, tokens: int, blocks: int = 0) -> StepShape:
+        """The smallest compiled rectangle for ``requests`` rows of ``tokens`` tokens, each in up to ``blocks`` blocks."""
+        fits = [s for s in self.shapes if s.requests >= requests and s.tokens >= tokens and self.width(s) >= blocks]
         if not fits:
-            raise ConfigError(f"no compiled program holds {requests} requests of {tokens} tokens")
-        return min(fits, key=lambda s: (s.requests * s.tokens, s))
+            raise ConfigError(f"no compiled program holds {requests} requests of {tokens} tokens in {blocks} blocks")
+        return min(fits, key=lambda s: (s.requests * s.tokens, self.width(s), s))
+
+    def width(self, shape: StepShape) -> int:
+        """Entries of a row's block table."""
+        return shape.blocks or self.table_width
 
     def run(self, shape: StepShape, cache: KVCache, inputs: Sequence[StepInputs]) -> tuple[KVCache, jax.Array]:
         """Runs one rectangle for each data-parallel rank.  The cache passed in is consumed.

@@ -168,12 +168,12 @@ def share_of(
     """What this device computes of a batch that all devices of its group hold alike.
 
     Args:
-      prefill: where to find keys under DCP when a batch is split by token; one split by row always gathers queries.
+      prefill: where to find keys under DCP if there is a choice (``cp.may_gather_keys``); else queries are gathered.
     """
     R, Q = batch.tokens.shape
     positions = jnp.where(batch.valid, batch.positions, -1)
     by_row = cp.splits_by_row(Q, layout.pcp)
-    kv: KVSource = "pool" if layout.dcp == 1 else "query_gather" if by_row and layout.pcp > 1 else prefill
+    kv: KVSource = "pool" if layout.dcp == 1 else prefill if cp.may_gather_keys(Q, layout.pcp) else "query_gather"
     common: dict[str, Any] = {
         "block_size": batch.block_size,
         "layout": layout,

@@ -28,7 +28,8 @@ class ProgramRunner:
         pending = []
         for batches in rectangles([[c for c in plan.chunks if c.rank == rank] for rank in ranks], self._rows):
             longest = max(len(c.token_ids) for batch in batches for c in batch)
-            shape = self._programs.smallest(max(map(len, batches)), longest)
+            most_blocks = max(len(c.blocks) for batch in batches for c in batch)
+            shape = self._programs.smallest(max(map(len, batches)), longest, most_blocks)
             inputs = [StepInputs.empty(shape, self._programs.table_width) for _ in ranks]
             for rank, batch in enumerate(batches):
                 for row, chunk in enumerate(batch):

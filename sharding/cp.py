@@ -27,6 +27,14 @@ def splits_by_row(tokens: int, ranks: int) -> bool:
     return tokens < 2 * ranks or ranks == 1
 
 
+def may_gather_keys(tokens: int, ranks: int) -> bool:
+    """Whether DCP may bring the keys to the queries of a rectangle with up to ``tokens`` new tokens a request.
+
+    A single token has too few queries for it, and split by row a device has only some of the requests.
+    """
+    return tokens > 1 and (ranks == 1 or not splits_by_row(tokens, ranks))
+
+
 def local_width(max_length: int, ranks: int) -> int:
     """Width that holds a rank's share of any chunk of up to ``max_length`` tokens."""
     return 2 * -(-max_length // (2 * ranks))

@@ -160,7 +160,7 @@ def traffic(
     ways: tuple[KVSource, ...] = ("query_gather", "kv_gather") if prefill == "auto" else (prefill,)
     if layout.dcp == 1:
         ways = ("pool",)
-    elif step.by_row and layout.pcp > 1:
+    elif not cp.may_gather_keys(tokens, layout.pcp):
         ways = ("query_gather",)
     return min((step.traffic(kv) for kv in ways), key=lambda found: found.received_bytes)
 

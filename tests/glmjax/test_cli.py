@@ -113,8 +113,14 @@ def test_generate_treats_prompts_as_messages(glm, folder):
         (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
         (["--top-k", "-2"], "top_k must be 0 or -1 for all, or a positive number of tokens, got -2"),
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
-        (["--layout", "tp8", "--pcp", "2"], "--layout tp8 and degrees such as --pcp exclude one another: give one of them"),
-        (["--pcp", "2", "--dcp", "3"], "dcp=3 must divide pcp=2 x tp=1, the devices that share a KV cache: use dcp=1 or 2"),
+        (
+            ["--layout", "tp8", "--pcp", "2"],
+            "--layout tp8 and degrees such as --pcp exclude one another: give one of them",
+        ),
+        (
+            ["--pcp", "2", "--dcp", "3"],
+            "dcp=3 must divide pcp=2 x tp=1, the devices that share a KV cache: use dcp=1 or 2",
+        ),
         (["--tp", "4"], "tp=4 cannot split num_attention_heads=2 evenly: for this model use tp=1 or 2"),
         (
             [*FEW, "--max-tokens", "64"],

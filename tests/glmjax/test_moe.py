@@ -14,8 +14,8 @@ from glmjax.config import GLMConfig
 from glmjax.layers import rms_norm
 from glmjax.moe import moe, route
 from glmjax.params import random_params
-from glmjax.share import share_of
 from glmjax.sharding.layout import ONE_DEVICE
+from glmjax.share import share_of
 
 TOLERANCE = 1e-4
 CONFIG = GLMConfig.tiny(num_nextn_predict_layers=0)

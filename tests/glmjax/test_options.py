@@ -77,7 +77,10 @@ def test_text_that_is_no_layout_is_refused(value):
         engine_options(layout=value)
 
 
-@given(st.sampled_from(sorted({*FIELDS} - {"layout"})), st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just([]))
+@given(
+    st.sampled_from(sorted({*FIELDS} - {"layout"})),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just([]),
+)
 def test_any_value_is_taken_or_named(field, value):
     try:
         options = engine_options(**{field: value})

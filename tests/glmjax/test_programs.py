@@ -27,8 +27,12 @@ from glmjax.programs import (
     output_width,
     packed_width,
     step_shapes,
+    with_contexts,
 )
 from glmjax.sharding.cp import local_slots
+from glmjax.sharding.layout import ONE_DEVICE
+from glmjax.share import share_of
+from glmjax.sharding.layout import Layout
 from glmjax.types import MAX_LOGPROBS
 
 # A pool so large that whatever is as small as a step's temporaries cannot be a copy of a part of it.
@@ -104,7 +108,7 @@ def test_inputs_arrive_as_they_were_packed(case):
 def test_empty_inputs_are_padding():
     inputs = StepInputs.empty(StepShape(2, 3), 4)
     batch, how = _unpack(jnp.asarray(inputs.pack()), StepShape(2, 3), 4, BLOCK)
-    assert not np.asarray(batch.valid).any()
+    assert (np.asarray(share_of(batch, ONE_DEVICE).write_slots) == -1).all()
     assert (np.asarray(how.banned) == -1).all() and how.banned.shape == (2, MAX_BANNED)
     assert not np.asarray(how.temperature).any() and (np.asarray(how.top_p) == 1).all()
 
@@ -266,6 +270,38 @@ def test_shapes_hold_whatever_a_step_may_be(max_num_seqs, max_chunk):
     for sizes in (sorted(s.requests for s in decode), sorted(s.tokens for s in chunks if s.tokens >= 16)):
         assert all(large <= 4 * small for small, large in itertools.pairwise(sizes))
     assert len(shapes) <= 2 + 5 + 5 + 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "width", "widths"),
+    [
+        (Layout(pcp=8, dcp=8), 2048, (128, 512, 2048)),
+        (Layout(pcp=8, dcp=2), 100, (25, 100)),
+        (Layout(tp=4, dcp=4), 65, (17, 65)),
+        (Layout(tp=4, dcp=4), 15, (15,)),
+    ],
+)
+def test_shapes_that_gather_keys_come_for_shorter_contexts_too(layout, width, widths):
+    shapes = (StepShape(1, 1), StepShape(4, 1), StepShape(1, 16), StepShape(1, 64))
+    expected = {StepShape(1, tokens, blocks) for tokens in (16, 64) for blocks in widths}
+    assert set(with_contexts(shapes, width, layout, "auto")) == {*shapes[:2], *expected}
+    assert with_contexts(shapes, width, layout, "query_gather") == shapes
+
+
+def test_shapes_that_gather_no_keys_stay():
+    shapes = (StepShape(1, 1), StepShape(1, 8), StepShape(1, 64))
+    assert with_contexts(shapes, 2048, Layout(pcp=8), "auto") == shapes
+    assert StepShape(1, 8) in with_contexts(shapes, 2048, Layout(pcp=8, dcp=8), "auto")  # split by row
+
+
+def test_the_shortest_context_that_fits_is_taken():
+    shapes = (StepShape(1, 1), StepShape(1, 16, 2), StepShape(1, 16, 4))
+    some = object.__new__(Programs)
+    some.shapes, some.table_width = shapes, 4
+    assert [some.smallest(1, 9, blocks).blocks for blocks in (0, 1, 2, 3, 4)] == [2, 2, 2, 4, 4]
+    assert some.smallest(1, 1, 4) == StepShape(1, 1)
+    with pytest.raises(ConfigError, match="in 5 blocks"):
+        some.smallest(1, 9, 5)
 
 
 def test_smallest_program_that_fits_is_taken():
