@@ -289,7 +289,7 @@ class Programs:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.abstract_cache())
 
     def smallest(self, requests: int, tokens: int, blocks: int = 0) -> StepShape:
-        """The smallest compiled rectangle for ``requests`` rows of ``tokens`` tokens, each in up to ``blocks`` blocks."""
+        """The smallest compiled rectangle for ``requests`` rows of ``tokens`` tokens, each in at most ``blocks``."""
         fits = [s for s in self.shapes if s.requests >= requests and s.tokens >= tokens and self.width(s) >= blocks]
         if not fits:
             raise ConfigError(f"no compiled program holds {requests} requests of {tokens} tokens in {blocks} blocks")

@@ -30,9 +30,8 @@ from glmjax.programs import (
     with_contexts,
 )
 from glmjax.sharding.cp import local_slots
-from glmjax.sharding.layout import ONE_DEVICE
+from glmjax.sharding.layout import ONE_DEVICE, Layout
 from glmjax.share import share_of
-from glmjax.sharding.layout import Layout
 from glmjax.types import MAX_LOGPROBS
 
 # A pool so large that whatever is as small as a step's temporaries cannot be a copy of a part of it.

@@ -1,4 +1,4 @@
-"""The engine under every kind of layout, on eight simulated devices: one device's tokens, hit or miss, alone or mixed."""
+"""The engine under every kind of layout, on eight simulated devices: one device's tokens, alone or mixed, hit or miss."""
 
 import itertools
 
