@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import small_model
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="needs a checkout, and this is Bazel's sandbox")
@@ -294,3 +295,13 @@ def test_layout_costs_refuses_layouts_that_are_none() -> None:
     script = part("layout_costs")
     with pytest.raises(script.typer.BadParameter, match="ep=3 must be"):
         script.main(["pcp=8,ep=3"], "0", 2048, 16, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_our_side_of_the_peers_runs_on_the_engines_runner(kind: str, tmp_path: Path) -> None:
+    ours = part("ours")
+    model = small_model.write_checkpoint(tmp_path / "small")
+    job = ours.Job(model=str(model), kind=kind, length=40, batch=2, steps=2, chunk=16, block_size=8, attempts=1)
+    row = ours.measure(job)
+    assert row["tok_s"] > 0 and row["runs_made"] == 1

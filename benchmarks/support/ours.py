@@ -73,7 +73,7 @@ class Bench:
         self.shapes = (StepShape(job.batch, 1), StepShape(1, min(job.chunk, job.length)))
         self.table_width = job.blocks
         self.normal = self._programs(job, config, params, self.shapes)
-        self.smallest, self.make_cache = self.normal.smallest, self.normal.make_cache
+        self.layout, self.smallest, self.make_cache = self.normal.layout, self.normal.smallest, self.normal.make_cache
         self.active = self.normal
         self.cache: KVCache | None = None
 
