@@ -305,3 +305,24 @@ def test_our_side_of_the_peers_runs_on_the_engines_runner(kind: str, tmp_path: P
     job = ours.Job(model=str(model), kind=kind, length=40, batch=2, steps=2, chunk=16, block_size=8, attempts=1)
     row = ours.measure(job)
     assert row["tok_s"] > 0 and row["runs_made"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("dynamic-slice_bitcast_fusion.10", "layers' weights copied out of their stacks"),
+        ("ynn_fusion.3", "matrix products"),
+        ("dot.228", "matrix products"),
+        ("copy_dot_fusion.1", "matrix products"),
+        ("gather_bitcast_fusion", "KV rows and index keys gathered"),
+        ("custom-call.2", "top-k and sorts"),
+        ("add_rsqrt_fusion.4", "all else: norms, rotation, softmax, masks"),
+        ("while.55", ""),
+        ("cond.5.clone.7", ""),
+        ("ThunkExecutor::Execute", ""),
+        ("$profiler.py:471 trace", ""),
+        ("PjitFunction(jit(step))", ""),
+    ],
+)
+def test_operations_are_told_by_their_names(name: str, kind: str) -> None:
+    assert part("cpu_profile").kind_of(name) == kind
