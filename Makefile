@@ -56,5 +56,5 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing glmjax and its test tools into $(VENV)"
-	@$(PIP) install --editable '.[dev]' --constraint constraints.txt
+	@$(PIP) install --editable '.[dev,aot]' --constraint constraints.txt
 	@touch $(VENV)/.base $@

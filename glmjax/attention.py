@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from glmjax.cache import pack_mla, read_mla
 from glmjax.config import GLMConfig
-from glmjax.gathered import KV, gathered_slots
+from glmjax.gathered import KV, Ahead, gather_beside, gathered_slots
 from glmjax.kernels.sparse_mla import sparse_mla
 from glmjax.kernels.topk import compact
 from glmjax.layers import apply_rope, linear, precision_of, rms_norm
@@ -63,16 +63,18 @@ def attend(
     angles: jax.Array,
     slots: jax.Array,
     share: Share,
-) -> jax.Array:
+    ahead: Ahead,
+) -> tuple[jax.Array, KV]:
     """Attention over the selected slots and the output projection.
 
     Args:
       latent: [T, q_lora] from ``query_latent``.
       angles: [T, rope / 2].
       slots: from ``selected_slots``.
+      ahead: what to gather meanwhile, if the step works on gathered copies.
 
     Returns:
-      [T, D], summed over all heads.
+      [T, D], summed over all heads, and the KV to go on with.
     """
     heads, nope = weights.key_up.shape[0], config.qk_nope_head_dim  # heads of this device
     query = linear(latent, weights.query_up).reshape(-1, heads, config.qk_head_dim)
@@ -80,19 +82,23 @@ def attend(
     absorbed = jnp.einsum("thn,hnc->thc", content, weights.key_up, precision=precision_of(content))
     if share.kv == "query_gather":
         absorbed, rope = _gather_heads(share, absorbed), _gather_heads(share, rope)
-    out, lse = sparse_mla(
-        absorbed,
-        rope,
-        slots,
-        lambda rows: read_mla(*kv.source(layer), rows),
-        scale=config.softmax_scale,
-        latent_dim=config.kv_lora_rank,
-    )
-    if share.kv == "query_gather":
-        out = _merge(share, out, lse)
-    values = jnp.einsum("thc,hvc->thv", out, weights.value_up, precision=precision_of(out))
+
+    def look_up() -> jax.Array:
+        out, lse = sparse_mla(
+            absorbed,
+            rope,
+            slots,
+            lambda rows: read_mla(*kv.source(layer), rows),
+            scale=config.softmax_scale,
+            latent_dim=config.kv_lora_rank,
+        )
+        if share.kv == "query_gather":
+            out = _merge(share, out, lse)
+        return jnp.einsum("thc,hvc->thv", out, weights.value_up, precision=precision_of(out))
+
+    values, after = gather_beside(look_up, kv, ahead, share)
     projected = linear(values.reshape(-1, heads * config.v_head_dim), weights.output)
-    return share.collectives.all_reduce(projected, share.layout.tensor_axes)
+    return share.collectives.all_reduce(projected, share.layout.tensor_axes), after
 
 
 def _gather_heads(share: Share, x: jax.Array) -> jax.Array:
@@ -101,15 +107,17 @@ def _gather_heads(share: Share, x: jax.Array) -> jax.Array:
 
 
 def _merge(share: Share, out: jax.Array, lse: jax.Array) -> jax.Array:
-    """Partial outputs [T', heads', c] and log-sum-exps [T', heads'] -> [T, heads, c] over all keys."""
+    """Partial outputs [T', heads', c] and log-sum-exps [T', heads'] -> [T, heads, c] over all keys.
+
+    Outputs travel in their own dtype.
+    """
     layout, collectives = share.layout, share.collectives
     by_token, by_head = layout.shard_context_axes, layout.shard_tensor_axes
     r, q = share.query_positions.shape
-    dtype = out.dtype
-    out, lse = out.astype(jnp.float32).reshape(r, q, *out.shape[1:]), lse.reshape(r, q, -1)
+    out, lse = out.reshape(r, q, *out.shape[1:]), lse.reshape(r, q, -1)
     if share.combine == "ag_rs":
         everyone = collectives.all_gather(lse[None], layout.shard_axes, 0)
-        own = weigh(out, shard_weight(everyone, share.shard_rank))
+        own = weigh(out, shard_weight(everyone, share.shard_rank)).astype(out.dtype)
         own = collectives.reduce_scatter(own, by_token, share.split_dim)
         own = collectives.reduce_scatter(own, by_head, 2)
     else:
@@ -118,4 +126,4 @@ def _merge(share: Share, out: jax.Array, lse: jax.Array) -> jax.Array:
             x = collectives.all_to_all(x, by_token, 1 + share.split_dim, 0)
             parts.append(collectives.all_to_all(x, by_head, 3, 0))
         own, _ = merge_attention(*parts)
-    return own.astype(dtype).reshape(-1, *own.shape[2:])
+    return own.astype(out.dtype).reshape(-1, *own.shape[2:])

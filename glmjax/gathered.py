@@ -2,16 +2,18 @@
 
 The copy is a ``KVCache`` of one layer and one indexer whose slots run rank by rank, request by request, in local order;
 it holds what was cached before the step, and the step's own rows are written into it as into a pool. Since it needs
-nothing of the step, the copy for the next layer is under way while a layer computes.
+nothing of the step, the copy for the next layer is under way while a layer attends.
 
 The rows travel as stored: FP8 rows are half the bytes of what they stand for.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import xla_metadata_call
 
 from glmjax.cache import KVCache, Rows, read_stored, stored_values, write_rows
 from glmjax.sharding import cp
@@ -40,35 +42,59 @@ class KV(NamedTuple):
         return KV(cache, view)
 
 
+class Ahead(NamedTuple):
+    """Whose rows to gather next: a layer's, an indexer's keys; None for none.  A place beyond the last is the last."""
+
+    layer: jax.Array | int | None = None
+    indexer: jax.Array | int | None = None
+
+
 def first_kv(cache: KVCache, layer: int, indexer: int, share: Share) -> KV:
     """The pool, and the copy for the layer if the step works on copies."""
     if share.kv != "kv_gather":
         return KV(cache, None)
-    kv = gather(KV(cache, cache), MLA_FIELDS, layer, share)
-    return gather(KV(kv.cache, kv.view), INDEX_FIELDS, indexer, share)
+    kv, own = _read_own(KV(cache, cache), Ahead(layer, indexer), share)
+    return _with_copies(kv, _gather(own, share))
 
 
-def gather(kv: KV, fields: tuple[str, ...], place: jax.Array | int, share: Share) -> KV:
-    """The copy with the rows of another layer (keys of another indexer) in these fields, the others as they are.
+def gather_beside[T](compute: Callable[[], T], kv: KV, ahead: Ahead, share: Share) -> tuple[T, KV]:
+    """Runs ``compute`` while the rows that the next layer reads are under way, if the step works on copies.
 
-    A place beyond the last gives the last.
+    Returns:
+      what ``compute`` returns, and the KV to go on with: the copy has the rows of ``ahead``.
     """
-    assert kv.view is not None
+    if kv.view is None or all(place is None for place in ahead):
+        return compute(), kv
+    kv, own = _read_own(kv, ahead, share)
+    # XLA's scheduler takes any loop for free, attention's too, and moves a collective's start and end to where it finds
+    # work that it can count. In a function that it may not inline it finds none but ``compute``.
+    both = xla_metadata_call(lambda own: (compute(), _gather(own, share)), inlineable="false")
+    result, copies = both(own)
+    return result, _with_copies(kv, copies)
+
+
+def _read_own(kv: KV, ahead: Ahead, share: Share) -> tuple[KV, dict[str, jax.Array]]:
+    """This device's rows of ``ahead`` as stored, by field."""
     slots = _local_slots(share)
-    pools = {name: pool for name in fields if (pool := getattr(kv.cache, name)) is not None}
-    own = {name: read_stored(pool, jnp.minimum(place, pool.shape[0] - 1), slots) for name, pool in pools.items()}
+    places = {**dict.fromkeys(MLA_FIELDS, ahead.layer), **dict.fromkeys(INDEX_FIELDS, ahead.indexer)}
+    pools, own = {}, {}
+    for name, place in places.items():
+        pool = getattr(kv.cache, name)
+        if pool is not None and place is not None:
+            pools[name], own[name] = pool, read_stored(pool, jnp.minimum(place, pool.shape[0] - 1), slots)
     # What is written to the pool from now on waits for this reading, or XLA would copy the pool to keep the old rows.
     pools, own = jax.lax.optimization_barrier((pools, own))
-    copies = {name: share.collectives.all_gather(rows, share.layout.shard_axes, 0)[None] for name, rows in own.items()}
-    return KV(dataclasses.replace(kv.cache, **pools), dataclasses.replace(kv.view, **copies))
+    return KV(dataclasses.replace(kv.cache, **pools), kv.view), own
 
 
-def switch(kv: KV, ahead: KV, fields: tuple[str, ...]) -> KV:
-    """Goes on with the copy ``ahead`` in these fields; the pool is that of ``kv``."""
-    if kv.view is None or ahead.view is None:
-        return kv
-    new = {name: getattr(ahead.view, name) for name in fields}
-    return KV(kv.cache, dataclasses.replace(kv.view, **new))
+def _gather(own: dict[str, jax.Array], share: Share) -> dict[str, jax.Array]:
+    """The rows of all DCP ranks, as the fields of a copy."""
+    return {name: share.collectives.all_gather(x, share.layout.shard_axes, 0)[None] for name, x in own.items()}
+
+
+def _with_copies(kv: KV, copies: dict[str, jax.Array]) -> KV:
+    assert kv.view is not None
+    return KV(kv.cache, dataclasses.replace(kv.view, **copies))
 
 
 def _local_slots(share: Share) -> jax.Array:
@@ -98,23 +124,14 @@ def gathered_slots(share: Share, positions: jax.Array) -> jax.Array:
     return jnp.where(positions >= 0, (rank * requests + request) * rows + local, -1)
 
 
-def read_gathered_keys(
-    view: KVCache, first_block: jax.Array, blocks: int, share: Share
-) -> tuple[jax.Array, jax.Array | None]:
-    """Index keys of ``blocks`` virtual blocks of each request, in order of position.
+def read_gathered_keys(view: KVCache, positions: jax.Array, share: Share) -> tuple[jax.Array, jax.Array | None]:
+    """Index keys of positions [C] of each request; anything where they are beyond its block table.
 
     Returns:
-      keys [R, blocks * block_size * dcp, index_dim] and their scales [R, ...] if quantised.
+      keys [R, C, index_dim] and their scales [R, C] if quantised.
     """
-    layout, rows, requests = share.layout, shard_rows(share), share.group_tables.shape[0]
-    width, grain = blocks * share.block_size, layout.interleave
-
-    def read(stored: jax.Array) -> jax.Array:
-        by_rank = stored.reshape(layout.dcp, requests, rows, *stored.shape[2:])
-        part = jax.lax.dynamic_slice_in_dim(by_rank, first_block * share.block_size, width, axis=2)
-        part = part.reshape(layout.dcp, requests, width // grain, grain, *stored.shape[2:])
-        part = jnp.moveaxis(part, 0, 2)  # [R, width / grain, dcp, grain, ...]
-        return part.reshape(requests, width * layout.dcp, *stored.shape[2:])
-
-    scale = None if view.index_scale is None else read(view.index_scale)
-    return stored_values(read(view.index_key)), scale
+    requests, last = share.group_tables.shape[0], view.index_key.shape[1] - 1
+    slots = gathered_slots(share, jnp.broadcast_to(positions, (requests, *positions.shape)))
+    slots = jnp.minimum(slots, last)  # a chunk of the context may go on beyond the table, and then beyond the copy
+    keys = stored_values(read_stored(view.index_key, 0, slots))
+    return keys, None if view.index_scale is None else read_stored(view.index_scale, 0, slots)

@@ -138,8 +138,8 @@ def _gathered_keys(view: KVCache, blocks: int, share: Share) -> KeySource:
     chunk = blocks * share.block_size * share.layout.dcp
 
     def read(i: jax.Array) -> Keys:
-        keys, scale = read_gathered_keys(view, i * blocks, blocks, share)
-        return keys, scale, i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        positions = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        return *read_gathered_keys(view, positions, share), positions
 
     return KeySource(chunk, read, lambda context: context, lambda i: i)
 

@@ -17,7 +17,7 @@ from glmjax.attention import attend, insert_kv, query_latent, selected_slots
 from glmjax.batch import contiguous_batch
 from glmjax.cache import CacheDtype, KVCache, make_cache
 from glmjax.config import GLMConfig
-from glmjax.gathered import INDEX_FIELDS, KV, MLA_FIELDS, first_kv, gather, switch
+from glmjax.gathered import KV, Ahead, first_kv
 from glmjax.indexer import select
 from glmjax.layers import at_layer, linear, rms_norm, rope_angles, swiglu
 from glmjax.moe import moe
@@ -85,6 +85,8 @@ def run_group(
     layer: jax.Array | int,
     indexer: jax.Array | int,
     chosen: jax.Array | None = None,
+    *,
+    last: bool = False,
 ) -> tuple[KV, jax.Array, jax.Array]:
     """One index group.
 
@@ -93,6 +95,7 @@ def run_group(
       hidden: [T, D], T = r * q.
       layer, indexer: place of the leader among the layers and among the indexers.
       chosen: [T, K] positions to attend to instead of running the indexer (drafts after the first).
+      last: no group follows, so none's rows need to be gathered.
 
     Returns:
       the KV, hidden [T, D] and the selected positions [T, K].
@@ -100,17 +103,15 @@ def run_group(
     angles = rope_angles(share.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
 
     def run_layer(
-        kv: KV, hidden: jax.Array, layer: jax.Array | int, kind: MLPKind, choose: Choose
+        kv: KV, hidden: jax.Array, layer: jax.Array | int, kind: MLPKind, choose: Choose, ahead: Ahead
     ) -> tuple[KV, jax.Array, Selection]:
-        # The next layer's rows travel while this one computes.
-        ahead = kv if kv.view is None else gather(kv, MLA_FIELDS, layer + 1, share)
-        kv = KV(ahead.cache, kv.view)
         weights = at_layer(params.attention, layer)
         x = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
         latent = query_latent(weights, config, x)
         kv = insert_kv(weights, config, kv, layer, x, angles, share)
         kv, chosen = choose(kv, x, latent)
-        hidden = hidden + attend(weights, config, kv, layer, latent, angles, chosen.slots, share)
+        out, kv = attend(weights, config, kv, layer, latent, angles, chosen.slots, share, ahead)
+        hidden = hidden + out
         x = rms_norm(hidden, weights.output_norm, config.rms_norm_eps)
         if kind == "dense":
             assert params.dense is not None
@@ -119,7 +120,7 @@ def run_group(
         else:
             assert params.moe is not None
             out = moe(params.moe, config, layer - config.first_k_dense_replace, x, share)
-        return switch(kv, ahead, MLA_FIELDS), hidden + out, chosen
+        return kv, hidden + out, chosen
 
     def lead(kv: KV, x: jax.Array, latent: jax.Array) -> tuple[KV, Selection]:
         positions = chosen
@@ -128,32 +129,44 @@ def run_group(
             kv, positions = select(weights, config, kv, indexer, x, latent, angles, share)
         return kv, Selection(positions, selected_slots(share, positions))
 
-    ahead = kv if kv.view is None else gather(kv, INDEX_FIELDS, indexer + 1, share)
-    kv, hidden, selected = run_layer(KV(ahead.cache, kv.view), hidden, layer, mlps[0], lead)
-    kv = switch(kv, ahead, INDEX_FIELDS)
-    follower = layer + 1
+    def next_layer(place: int) -> jax.Array | int | None:
+        """The layer after that at a place of the group, unless there is none."""
+        return None if last and place == len(mlps) - 1 else layer + place + 1
+
+    ahead = Ahead(next_layer(0), None if last else indexer + 1)
+    kv, hidden, selected = run_layer(kv, hidden, layer, mlps[0], lead, ahead)
+    place = 1
     for kind, same in itertools.groupby(mlps[1:]):
         count = len(list(same))
 
         def follow(
-            carry: tuple[KV, jax.Array],
-            i: jax.Array | int,
-            kind: MLPKind = kind,
-            first: jax.Array | int = follower,
+            carry: tuple[KV, jax.Array], i: jax.Array | int, kind: MLPKind = kind, first: int = place
         ) -> tuple[tuple[KV, jax.Array], None]:
-            kv, hidden, _ = run_layer(*carry, first + i, kind, lambda kv, *_: (kv, selected))
+            # A loop, whose i is an array, is of layers that read the pool.
+            ahead = Ahead(next_layer(first + i)) if isinstance(i, int) else Ahead()
+            kv, hidden, _ = run_layer(*carry, layer + first + i, kind, lambda kv, *_: (kv, selected), ahead)
             return (kv, hidden), None
 
-        (kv, hidden), _ = _repeat(follow, (kv, hidden), count)
-        follower += count
+        (kv, hidden), _ = _repeat(follow, (kv, hidden), count, unroll=kv.view is not None)
+        place += count
     return kv, hidden, selected.positions
 
 
-def _repeat[C, Y](body: Callable[[C, jax.Array | int], tuple[C, Y]], carry: C, count: int) -> tuple[C, Y]:
-    """``lax.scan`` of the body over 0 .. count - 1; outputs are stacked."""
-    if count == 1:
-        carry, y = body(carry, 0)
-        return carry, jax.tree.map(lambda x: x[None], y)
+def _repeat[C, Y](
+    body: Callable[[C, jax.Array | int], tuple[C, Y]], carry: C, count: int, *, unroll: bool = False
+) -> tuple[C, Y]:
+    """``lax.scan`` of the body over 0 .. count - 1; outputs are stacked.
+
+    Args:
+      unroll: no loop.  A loop copies into its carry what a body makes anew, as it does a gathered copy of the KV; of
+        two bodies in a row the second puts it where the first one's was.
+    """
+    if count == 1 or unroll:
+        outputs = []
+        for i in range(count):
+            carry, y = body(carry, i)
+            outputs.append(y)
+        return carry, jax.tree.map(lambda *x: jnp.stack(x), *outputs)
     return jax.lax.scan(body, carry, jnp.arange(count, dtype=jnp.int32))
 
 
@@ -167,13 +180,15 @@ def run_layers(params: Params, config: GLMConfig, cache: KVCache, share: Share) 
     hidden = params.embed[share.tokens.reshape(-1)]
     kv = first_kv(cache, 0, 0, share)
     chosen = []
-    for run in group_runs(config):
+    runs = group_runs(config)
+    for run in runs:
 
         def body(
             carry: tuple[KV, jax.Array], group: jax.Array | int, run: GroupRun = run
         ) -> tuple[tuple[KV, jax.Array], jax.Array]:
             layer, indexer = run.layer + group * len(run.mlps), run.indexer + group
-            kv, hidden, chosen = run_group(params, config, *carry, share, run.mlps, layer, indexer)
+            last = run is runs[-1] and run.count == 1
+            kv, hidden, chosen = run_group(params, config, *carry, share, run.mlps, layer, indexer, last=last)
             return (kv, hidden), chosen
 
         (kv, hidden), selected = _repeat(body, (kv, hidden), run.count)

@@ -69,7 +69,6 @@ def moe(
         out = ragged_dispatch(own_experts, collectives, x, ids, weights, experts, exchange)
     else:
         out = gather_dispatch(own_experts, collectives, x, ids, weights)
-    out = out.astype(x.dtype)
     if config.n_shared_experts:
         out += swiglu(x, at_layer(params.shared_gate_up, index), at_layer(params.shared_down, index))
     return collectives.all_reduce(out, layout.tensor_axes)

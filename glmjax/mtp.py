@@ -54,7 +54,7 @@ def mtp_layer(
     x = linear(jnp.concatenate(parts, axis=-1), mtp.projection)
     layer, indexer = config.num_hidden_layers, config.num_full_indexers
     kv = first_kv(cache, layer, indexer, share)
-    kv, x, chosen = run_group(params, config, kv, x, share, ("experts",), layer, indexer, chosen)
+    kv, x, chosen = run_group(params, config, kv, x, share, ("experts",), layer, indexer, chosen, last=True)
     return kv.cache, rms_norm(x, mtp.final_norm, config.rms_norm_eps), chosen
 
 

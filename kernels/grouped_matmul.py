@@ -39,7 +39,7 @@ def grouped_apply(x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: 
         rows = x[jax.lax.dynamic_slice_in_dim(source, i * tile, tile)]
         return jax.lax.dynamic_update_slice_in_dim(out, apply(tile_experts[i], rows), i * tile, axis=0)
 
-    out = jax.lax.fori_loop(0, num_tiles, one, jnp.zeros((max_tiles * tile, x.shape[1]), x.dtype))
+    out = jax.lax.fori_loop(0, num_tiles, one, jax.lax.empty((max_tiles * tile, x.shape[1]), x.dtype))
     return out.at[places].get(mode="fill", fill_value=0).reshape(T, k, -1)
 
 

@@ -22,7 +22,14 @@ from jax.sharding import Mesh, NamedSharding
 from glmjax.errors import ConfigError
 
 GPUS_PER_HOST = 8
-OPTIONS: Mapping[str, bool | int | str] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+OPTIONS: Mapping[str, bool | int | str] = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    # The fields of a KV row travel together: of several collectives XLA lets only one at a time run beside the compute.
+    "xla_gpu_all_gather_combine_threshold_bytes": 4 << 30,
+    # Per cent of the scheduler's memory, 80 % of the device less the arguments. Beyond it nothing overlaps any more, and
+    # 744B of FP8 weights on eight GPUs leave it too little for a layer's gathered KV and the next one's.
+    "xla_gpu_memory_limit_slop_factor": 300,
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ def h200_devices(count: int) -> list[jax.Device]:
         return topologies.get_topology_desc(platform="cuda", target_config=target, topology=topology).devices
     except NotImplementedError as error:
         raise ConfigError(
-            "JAX has no CUDA plugin to compile for H200 with: pip install 'glmjax[cuda12]'. If that is installed and "
+            "JAX has no CUDA plugin to compile for H200 with: pip install 'glmjax[aot]'. If that is installed and "
             "this machine has no GPU, JAX left it out: set JAX_PLATFORMS=cpu"
         ) from error
 

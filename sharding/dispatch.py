@@ -2,7 +2,7 @@
 
 ``gather_dispatch`` brings every token to every device: static shapes, any backend. ``ragged_dispatch`` sends a token to
 the devices that have an expert it chose, once to each, whatever the number of its experts there: fewer bytes, but XLA
-has that exchange for GPUs only. Neither drops a token, whatever the routing, and both sum in float32.
+has that exchange for GPUs only. Neither drops a token, whatever the routing.
 
 The index maths gives NumPy arrays for NumPy arrays, as in ``glmjax.sharding.cp``. Letters: W devices, T tokens of one
 of them, k choices of a token, D the model's width. Source: spec/jax.md section 3; ``jax.lax.ragged_all_to_all``.
@@ -27,19 +27,19 @@ Exchange = Callable[..., jax.Array]  # takes what jax.lax.ragged_all_to_all take
 def gather_dispatch(
     experts: Experts, collectives: Collectives, x: jax.Array, ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """All tokens to every device by all-gather, their results back by reduce-scatter.
+    """All tokens to every device by all-gather, their results back by reduce-scatter, in x's dtype.
 
     Args:
       x: [T, D] tokens, alike on the devices along the tensor axes.
       ids, weights: [T, k] int32 and float32; an id of -1 chooses nothing.
 
     Returns:
-      [T, D] float32, whose sum over the tensor axes is the sum over all experts.
+      [T, D] in x's dtype, whose sum over the tensor axes is the sum over all experts.
     """
     layout = collectives.layout
     axes = layout.token_axes if layout.expert_axes else ()
     out = experts(*(collectives.all_gather(y, axes, 0) for y in (x, ids, weights)))
-    return collectives.reduce_scatter(out, axes, 0)
+    return collectives.reduce_scatter(out.astype(x.dtype), axes, 0)
 
 
 def ragged_dispatch(
@@ -90,9 +90,9 @@ def ragged_dispatch(
 
     place = row_places(ids, experts_per_device, W)
     place = jnp.where(place >= 0, place, len(returned))
-    out = jnp.sum(returned.at[place].get(mode="fill", fill_value=0), axis=1, dtype=jnp.float32)
+    out = jnp.sum(returned.at[place].get(mode="fill", fill_value=0), axis=1, dtype=jnp.float32).astype(x.dtype)
     # Zeros elsewhere, so that the sum over the tensor axes, which the shared experts need anyway, makes it whole.
-    whole = jnp.zeros((T * layout.tp, D), jnp.float32)
+    whole = jnp.zeros((T * layout.tp, D), x.dtype)
     start = jnp.asarray(collectives.rank(layout.tensor_axes)) * T
     return jax.lax.dynamic_update_slice_in_dim(whole, out, start, axis=0)[:tokens]
 

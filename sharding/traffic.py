@@ -228,11 +228,11 @@ class _Step:
         yield self._transfer("queries", "all-gather", by_head, _times(self.query_rows, query), "layer")
 
     def partial_results(self) -> Iterator[Transfer]:
-        """What each rank found on its keys, in float32, back to where the queries came from."""
+        """What each rank found on its keys, back to where the queries came from."""
         by_token, by_head = self.layout.shard_context_axes, self.layout.shard_tensor_axes
         heads = self.heads * self.layout.num_shards(by_head)
         lse = self.query_rows * heads * FLOAT
-        out = lse * self.config.kv_lora_rank
+        out = self.query_rows * heads * self.config.kv_lora_rank * self.activation
         if self.combine == "ag_rs":
             mine = out // self.layout.num_shards(by_token)
             yield self._transfer("log-sum-exps", "all-gather", self.layout.shard_axes, (lse,), "layer")
@@ -246,12 +246,12 @@ class _Step:
     def cached_rows(self) -> Iterator[Transfer]:
         """Everything that the requests' block tables name, one block more each, as stored.
 
-        A loop over layers gathers for one layer more than it has: XLA drops the last gather only outside of loops.
+        A loop over index groups gathers for one more than it has.
         """
-        axes, (layer_loop, group_loop) = self.layout.shard_axes, _ends_in_loops(self.config)
+        axes, more = self.layout.shard_axes, _ends_in_loop(self.config)
         kv_rows, index_keys = _times(self.copied_rows, self.kv_row), _times(self.copied_rows, self.index_key)
-        yield self._transfer("cached KV rows", "all-gather", axes, kv_rows, "layer", extra=layer_loop)
-        yield self._transfer("cached index keys", "all-gather", axes, index_keys, "indexer", extra=group_loop)
+        yield self._transfer("cached KV rows", "all-gather", axes, kv_rows, "layer", extra=more)
+        yield self._transfer("cached index keys", "all-gather", axes, index_keys, "indexer", extra=more)
 
     def feed_forward(self) -> Iterator[Transfer]:
         """Sums over tp, and the tokens to the experts and back."""
@@ -260,8 +260,8 @@ class _Step:
         yield self._transfer("attention output", "all-reduce", layout.tensor_axes, (hidden,), "layer")
         if layout.expert_axes:
             choice = self.rows * self.config.num_experts_per_tok * FLOAT  # expert ids; their weights are as many bytes
-            everyone = self.rows * layout.num_shards(layout.token_axes) * width * FLOAT
             axes = layout.token_axes
+            everyone = hidden * layout.num_shards(axes)
             yield self._transfer("expert tokens", "all-gather", axes, (hidden, choice, choice), "expert layer")
             yield self._transfer("expert results", "reduce-scatter", axes, (everyone,), "expert layer")
         yield self._transfer("feed-forward output", "all-reduce", layout.tensor_axes, (hidden,), "layer")
@@ -296,15 +296,10 @@ def _times(count: int, parts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(count * part for part in parts)
 
 
-def _ends_in_loops(config: GLMConfig) -> tuple[bool, bool]:
-    """Whether the last layer, and the last index group, is an iteration of a loop of ``glmjax.model``.
-
-    Groups loop if the one before has the same make-up, the followers of a group if there are several of one kind.
-    """
+def _ends_in_loop(config: GLMConfig) -> bool:
+    """Whether ``glmjax.model`` loops over the last index groups: the last two have the same make-up."""
     leaders = [i for i, kind in enumerate(config.indexer_types) if kind == "full"]
     bounds = [*leaders, config.num_hidden_layers]
     kinds = [i < config.first_k_dense_replace for i in range(config.num_hidden_layers)]
     groups = [kinds[first:end] for first, end in itertools.pairwise(bounds)]
-    group_loop = groups[-2:-1] == groups[-1:]
-    followers = groups[-1][1:]
-    return group_loop or (len(followers) > 1 and followers[-1] == followers[-2]), group_loop
+    return groups[-2:-1] == groups[-1:]

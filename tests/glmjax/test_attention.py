@@ -12,7 +12,7 @@ from glmjax.attention import attend, insert_kv, query_latent, selected_slots
 from glmjax.batch import contiguous_batch
 from glmjax.cache import KVCache, make_cache, read_mla
 from glmjax.config import GLMConfig
-from glmjax.gathered import KV
+from glmjax.gathered import KV, Ahead
 from glmjax.layers import at_layer, rms_norm, rope_angles
 from glmjax.params import random_params
 from glmjax.sharding.layout import ONE_DEVICE
@@ -36,7 +36,7 @@ def attention(params, config, layer, x, dtype, chosen):
     kv = insert_kv(weights, config, kv, layer, rows, angles, share)
     slots = selected_slots(share, chosen.reshape(rows.shape[0], -1))
     latent = query_latent(weights, config, rows)
-    return attend(weights, config, kv, layer, latent, angles, slots, share).reshape(x.shape), kv.cache
+    return attend(weights, config, kv, layer, latent, angles, slots, share, Ahead())[0].reshape(x.shape), kv.cache
 
 
 @functools.cache
@@ -126,7 +126,7 @@ def attend_only(cache: KVCache, x, chosen):
     latent = query_latent(weights, CONFIG, jnp.asarray(x[0]))
     share = share_of(contiguous_batch(jnp.zeros((1, TOKENS), jnp.int32)), ONE_DEVICE)
     slots = jnp.asarray(chosen[0])
-    return np.asarray(attend(weights, CONFIG, KV(cache, None), LAYER, latent, angles, slots, share))
+    return np.asarray(attend(weights, CONFIG, KV(cache, None), LAYER, latent, angles, slots, share, Ahead())[0])
 
 
 def test_cached_rope_keeps_pairs_side_by_side():

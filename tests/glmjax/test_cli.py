@@ -1,5 +1,6 @@
 """The command line: what it prints, and one line on standard error with exit code 2 for what the user can mend."""
 
+import importlib.util
 import json
 import os
 import re
@@ -25,6 +26,9 @@ from glmjax.orbax_io import is_orbax
 
 FEW = ["--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+no_gpu = not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 
 @pytest.fixture(scope="module")
@@ -279,3 +283,12 @@ def test_example_runs(example, shown, tmp_path):
     run = process(EXAMPLES / example, env=environment, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert re.search(shown, run.stdout), run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs JAX's CUDA plugin")
+@pytest.mark.skipif(not no_gpu, reason="needs a machine without a GPU")
+def test_plugin_that_only_compiles_is_not_mentioned(folder):
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    done = process("-m", "glmjax", "generate", folder, "--prompt", "x", "--max-tokens", "1", *FEW, env=settings)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -48,7 +48,8 @@ CASES = [
     Case("tp=8,ep=8"),
     Case("dp=8,ep=8"),
     Case("pcp=8,ep=8", width=DRAFTS + 1),
-    Case("pcp=8,dcp=8,ep=8", "kv_gather", DRAFTS + 1),
+    Case("pcp=4,tp=2,dcp=4", width=DRAFTS + 1),
+    Case("pcp=8,dcp=8,ep=8", "kv_gather"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The engine under every kind of layout, on eight simulated devices: one device's tokens, alone or mixed, hit or miss."""
+"""The engine under every kind of layout, on eight devices: one device's tokens, alone or mixed, hit or miss."""
 
 import itertools
 
@@ -54,10 +54,27 @@ def answers(llm, prompts):
     return [tuple(out.outputs[0].token_ids) for out in outputs], [out.num_cached_tokens for out in outputs]
 
 
+def samples(llm):
+    """Two samples of one prompt, cold or from the prefix cache."""
+    how = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=4, ignore_eos=True, n=2)
+    (out,) = llm.generate([{"prompt_token_ids": PROMPTS[9]}], how, use_tqdm=False)
+    return [tuple(completion.token_ids) for completion in out.outputs]
+
+
 @pytest.fixture(scope="module")
-def expected():
+def one_device():
     with LLM(FOLDER, **OPTIONS) as llm:
-        return answers(llm, PROMPTS)[0]
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(one_device):
+    return answers(one_device, PROMPTS)[0]
+
+
+@pytest.fixture(scope="module")
+def expected_samples(one_device):
+    return samples(one_device)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=lambda p: "-".join([p[0], *p[1].values()]))
@@ -105,12 +122,10 @@ def test_nothing_compiles_while_serving(llm, expected):
     assert llm.stats()["compilations"] == before == 3 + gathers
 
 
-def test_sampled_tokens_equal_one_device(llm):
+def test_sampled_tokens_equal_one_device(llm, expected_samples):
     """Noise depends on seed and position, not on where a request runs."""
-    how = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=4, ignore_eos=True, n=2)
-    outs = [llm.generate([{"prompt_token_ids": PROMPTS[9]}], how, use_tqdm=False)[0] for _ in range(2)]
-    tokens = [[c.token_ids for c in out.outputs] for out in outs]
-    assert tokens[0] == tokens[1] and len(set(map(tuple, tokens[0]))) == 2
+    assert [samples(llm), samples(llm)] == [expected_samples] * 2
+    assert len(set(expected_samples)) == 2
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_missing_plugin_says_what_to_install(monkeypatch):
         raise NotImplementedError("topology not implemented for cuda")
 
     monkeypatch.setattr(topologies, "get_topology_desc", without_plugin)
-    with pytest.raises(ConfigError, match=r"pip install 'glmjax\[cuda12\]'.*JAX_PLATFORMS=cpu"):
+    with pytest.raises(ConfigError, match=r"pip install 'glmjax\[aot\]'.*JAX_PLATFORMS=cpu"):
         h200_devices(8)
 
 

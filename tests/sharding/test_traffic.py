@@ -55,7 +55,7 @@ def test_prefill_that_gathers_the_kv():
     assert received(traffic, "cached KV rows") == rows * 656 * 7 // 8
     assert received(traffic, "cached index keys") == rows * 132 * 7 // 8
     assert received(traffic, "expert tokens") == 2048 * (6144 * 2 + 8 * 8) * 7 // 8
-    assert received(traffic, "expert results") == 2048 * 6144 * 4 * 7 // 8
+    assert received(traffic, "expert results") == 2048 * 6144 * 2 * 7 // 8
     assert {t.what for t in traffic if t.each == "step"} == {"last hidden states", "logits"}
     assert 78 * received(traffic, "cached KV rows") == pytest.approx(11.4e9, rel=0.01)
     assert 21 * received(traffic, "cached index keys") == pytest.approx(0.62e9, rel=0.01)
@@ -64,7 +64,7 @@ def test_prefill_that_gathers_the_kv():
 def test_prefill_that_sends_the_queries():
     traffic = PRESETS["pcp8_dcp8"].traffic(GLM, tokens=2048, context_rows=2**20, prefill="query_gather")
     assert received(traffic, "queries") == 2048 * 64 * 576 * 2 * 7 // 8
-    assert received(traffic, "partial outputs") == 2048 * 64 * 512 * 4 * 7 // 8
+    assert received(traffic, "partial outputs") == 2048 * 64 * 512 * 2 * 7 // 8
     assert received(traffic, "log-sum-exps") == 2048 * 64 * 4 * 7
     assert received(traffic, "index queries") == 2048 * 32 * (128 + 4) * 7 // 8
     assert received(traffic, "top-k candidates") == 2048 * 2048 * 8 * 7 // 8
