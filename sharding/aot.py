@@ -26,8 +26,8 @@ OPTIONS: Mapping[str, bool | int | str] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # The fields of a KV row travel together: of several collectives XLA lets only one at a time run beside the compute.
     "xla_gpu_all_gather_combine_threshold_bytes": 4 << 30,
-    # Per cent of the scheduler's memory, 80 % of the device less the arguments. Beyond it nothing overlaps any more, and
-    # 744B of FP8 weights on eight GPUs leave it too little for a layer's gathered KV and the next one's.
+    # Per cent of the memory that the scheduler may fill, 80 % of the device less the arguments. Beyond it nothing
+    # overlaps, and 744B of FP8 weights on eight GPUs leave too little for a layer's gathered KV and the next one's.
     "xla_gpu_memory_limit_slop_factor": 300,
 }
 
