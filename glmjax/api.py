@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -206,6 +208,11 @@ def serve(
         raise ConfigError("api_key is empty: leave it out to serve without a key")
     if max_num_queued_requests is not None and max_num_queued_requests < 1:
         raise ConfigError(f"max_num_queued_requests must be at least 1, got {max_num_queued_requests}")
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"serve works in one process, and this is one of {jax.process_count()}: requests would reach only one of "
+            "them; use LLM, with the same calls in each"
+        )
     llm = LLM(model, **options)
     if llm.tokenizer is None:
         llm.close()
@@ -322,7 +329,10 @@ def build_engine(
 
 
 def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -> int:
-    """Blocks of a device's KV pool: as told, or what the memory holds, but no more than the sequences can use."""
+    """Blocks of a device's KV pool: as told, or what the memory holds, but no more than the sequences can use.
+
+    Where there are several processes, what the fullest of them can hold.
+    """
     if options.num_device_blocks is not None:
         return options.num_device_blocks
     one = num_bytes(abstract_cache(config, 0, options.block_size, options.cache_dtype))
@@ -333,15 +343,18 @@ def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -
             f"{max(budget, 0) / GIB:.3f} GiB are left for the KV pool, and one block of {options.block_size} tokens "
             f"takes {one / GIB:.3f}: raise kv_cache_gib or lower block_size"
         )
-    return min(most, int(budget // one))
+    blocks = min(most, int(budget // one))
+    if jax.process_count() == 1:
+        return blocks
+    return int(multihost_utils.process_allgather(np.int32(min(blocks, 2**31 - 1))).min())
 
 
 def _free_bytes(layout: Layout) -> float:
-    """Memory for the pool of one device; simulated CPU devices share the machine's."""
-    device = jax.local_devices()[0]
-    memory = device.memory_stats() if device.platform != "cpu" else None
-    if memory:
-        return 0.9 * memory["bytes_limit"] - memory["bytes_in_use"]
+    """Memory for the pool of each device; simulated CPU devices share the machine's."""
+    devices = jax.local_devices()[: layout.num_devices]
+    stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
+    if stats and all(stats):
+        return min(0.9 * memory["bytes_limit"] - memory["bytes_in_use"] for memory in stats if memory)
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(CPU_CACHE_GIB * GIB, memory_bytes / 4) / layout.num_devices
 

@@ -75,6 +75,8 @@ TP = Annotated[int, typer.Option("--tp", help="Tensor parallelism: heads and wid
 PCP = Annotated[int, typer.Option("--pcp", help="Prefill context parallelism: a prompt's queries are split.")]
 DCP = Annotated[int, typer.Option("--dcp", help="Decode context parallelism: the KV cache is split by token.")]
 EP = Annotated[int, typer.Option("--ep", help="Expert parallelism: 1, or the number of devices.")]
+PrefillOption = Annotated[Prefill, typer.Option("--dcp-prefill", help="What travels in a prefill with --dcp.")]
+CombineOption = Annotated[Combine, typer.Option("--dcp-comm-backend", help="How attention results travel.")]
 Interleave = Annotated[int, typer.Option("--interleave", help="Consecutive tokens of a DCP rank.")]
 DispatchOption = Annotated[Dispatch, typer.Option("--ep-dispatch", help="How tokens reach experts; ragged needs GPUs.")]
 
@@ -105,8 +107,8 @@ def serve(
     dcp: DCP = 1,
     ep: EP = 1,
     interleave: Interleave = 1,
-    dcp_prefill: Annotated[Prefill, typer.Option(help="What travels in a prefill with --dcp.")] = Prefill.auto,
-    dcp_comm_backend: Annotated[Combine, typer.Option(help="How attention results travel.")] = Combine.ag_rs,
+    dcp_prefill: PrefillOption = Prefill.auto,
+    dcp_comm_backend: CombineOption = Combine.ag_rs,
     ep_dispatch: DispatchOption = Dispatch.gather,
 ) -> None:
     """Serve a model with OpenAI's HTTP API."""
@@ -165,6 +167,8 @@ def generate(
     dcp: DCP = 1,
     ep: EP = 1,
     interleave: Interleave = 1,
+    dcp_prefill: PrefillOption = Prefill.auto,
+    dcp_comm_backend: CombineOption = Combine.ag_rs,
     ep_dispatch: DispatchOption = Dispatch.gather,
 ) -> None:
     """Complete prompts and print the result."""
@@ -186,6 +190,8 @@ def generate(
         "num_device_blocks": num_device_blocks,
         "kv_cache_gib": kv_cache_gib,
         "layout": chosen,
+        "dcp_prefill": dcp_prefill.value,
+        "dcp_comm_backend": dcp_comm_backend.value,
         "ep_dispatch": ep_dispatch.value,
         "seed": seed,
     }

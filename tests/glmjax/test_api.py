@@ -492,3 +492,9 @@ def test_the_demo_goes_elsewhere_where_the_cache_folder_cannot_be(tmp_path, monk
 
 def test_any_other_name_is_a_path():
     assert str(find_model("some/where")) == "some/where"
+
+
+def test_serving_from_several_processes_is_refused(monkeypatch, folder):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="serve works in one process, and this is one of 2"):
+        glmjax.serve(folder, port=0, block=False, **OPTIONS)
