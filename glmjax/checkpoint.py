@@ -73,6 +73,8 @@ def load_checkpoint(
       ConfigError: config.json asks for something that glmjax does not do, or an argument is not one of those above.
     """
     weights_dtype = parse_dtype(dtype)
+    if not isinstance(layout, Layout | None):
+        raise ConfigError(f"layout must be a glmjax.Layout or None, got {layout!r}")
     if layout is not None and layout.num_devices > 1:
         if shardings is not None:
             raise ConfigError("layout and shardings both say where the weights go; pass one of them")

@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from glmjax import indexer
 from glmjax.cache import CacheDtype, KVCache
 from glmjax.config import GLMConfig
 from glmjax.params import Params, random_params
@@ -101,18 +103,20 @@ def blocks_for(tokens: int, layout: Layout) -> int:
 def programs(case: Case) -> Programs:
     layout = Layout.parse(case.layout)
     width = blocks_for(max(LENGTHS) + NEW_TOKENS, layout)
-    return Programs(
-        CONFIG,
-        on_devices(layout, random_params(CONFIG)),
-        num_blocks=REQUESTS * width,
-        block_size=BLOCK,
-        table_width=width,
-        cache_dtype=case.cache_dtype,
-        shapes=(CHUNKS, SINGLES) if case.singles else (CHUNKS,),
-        layout=layout,
-        prefill=case.prefill,
-        combine=case.combine,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexer, "CONTEXT_CHUNK", BLOCK)  # so that these short contexts are several chunks
+        return Programs(
+            CONFIG,
+            on_devices(layout, random_params(CONFIG)),
+            num_blocks=REQUESTS * width,
+            block_size=BLOCK,
+            table_width=width,
+            cache_dtype=case.cache_dtype,
+            shapes=(CHUNKS, SINGLES) if case.singles else (CHUNKS,),
+            layout=layout,
+            prefill=case.prefill,
+            combine=case.combine,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

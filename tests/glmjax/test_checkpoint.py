@@ -19,6 +19,7 @@ from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.hf_names import FP8_LEAVES, HALVES, pieces
 from glmjax.params import Params, QuantizedWeight
+from glmjax.sharding.layout import Layout
 
 TINY = REFERENCE / "tiny_glm"
 FP8 = TINY / "fp8"
@@ -242,9 +243,31 @@ def test_unknown_dtype_names_what_is_allowed(dtype):
     assert repr(dtype) in str(error.value)
 
 
-def test_layout_is_refused():
-    with pytest.raises(ConfigError, match="layout"):
-        load_checkpoint(TINY, layout=object())
+@pytest.mark.parametrize("degrees", ["tp=4,dp=2,ep=8", "pcp=8,ep=8", "dp=1"])
+def test_a_layout_spreads_the_same_weights_over_its_devices(degrees):
+    layout = Layout.parse(degrees)
+    _, expected = load_checkpoint(TINY)
+    _, params = load_checkpoint(TINY, layout=layout)
+    assert params.moe.gate_up.addressable_shards[0].data.shape[1] * layout.ep == params.moe.gate_up.shape[1]
+    assert len(params.embed.devices()) == layout.num_devices
+    for mine, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        assert (np.asarray(mine) == np.asarray(other)).all()
+
+
+def test_a_layout_that_cannot_split_the_weights_is_refused():
+    with pytest.raises(ConfigError, match="tp=8 cannot split"):
+        load_checkpoint(TINY, layout=Layout(tp=8))
+
+
+def test_layout_and_shardings_exclude_one_another():
+    with pytest.raises(ConfigError, match="pass one of them"):
+        load_checkpoint(TINY, layout=Layout(pcp=2), shardings=lambda tree: tree)
+
+
+@pytest.mark.parametrize("layout", ["pcp=8", object()])
+def test_what_is_no_layout_is_refused(layout):
+    with pytest.raises(ConfigError, match=r"layout must be a glmjax\.Layout"):
+        load_checkpoint(TINY, layout=layout)
 
 
 # Names.
