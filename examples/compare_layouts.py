@@ -34,7 +34,8 @@ layout.draw(2048, cached=262_144).savefig("layout.png")
 # %% The same tokens from every layout
 prompts = ["The sun rises over the sea, and the ships leave the harbour one after another.", "Once"]
 how = glmjax.SamplingParams(temperature=0, max_tokens=8)
-for degrees in ("dp=1", "tp=4", "pcp=4,dcp=4,ep=4", "dp=2,pcp=2,dcp=2,ep=4"):
-    with glmjax.LLM(MODEL, layout=degrees, dtype="float32", max_model_len=512, max_num_seqs=2) as llm:
+small = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+for degrees in ("dp=1", "tp=4", "pcp=2,tp=2,dcp=4,ep=4"):
+    with glmjax.LLM(MODEL, layout=degrees, **small) as llm:
         outputs = llm.generate(prompts, how)
         print(f"{degrees:24}", [out.outputs[0].token_ids for out in outputs])

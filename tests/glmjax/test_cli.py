@@ -275,7 +275,7 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_2(glm, folder):
         ("batch.py", r"The sun -> .*\n.*\n(.*\n)+cached"),
         ("serve.py", r"http://.*\n.+"),
         # Every layout says the same.
-        ("compare_layouts.py", r"dp=1 +(\[\[.*\]\])\ntp=4 +\1\npcp=4,dcp=4,ep=4 +\1\ndp=2,pcp=2,dcp=2,ep=4 +\1\n"),
+        ("compare_layouts.py", r"dp=1 +(\[\[.*\]\])\ntp=4 +\1\npcp=2,tp=2,dcp=4,ep=4 +\1\n"),
     ],
 )
 def test_example_runs(example, shown, tmp_path):
