@@ -31,11 +31,11 @@ TOP_K, BLOCK, CHUNK, NEW_TOKENS = 12, 8, 24, 6
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 63, 64, 65)
 REQUESTS = len(LENGTHS)
 CHUNKS, SINGLES = StepShape(REQUESTS, CHUNK), StepShape(REQUESTS, 1)
-# Every kind of layer: dense, then twice a leader and a follower with experts, which run in a scan.
+# Every kind of layer and loop: dense, then twice a leader and two followers with experts.
 CONFIG = GLMConfig.tiny(
     vocab_size=16,
     hidden_size=64,
-    num_hidden_layers=5,
+    num_hidden_layers=7,
     num_attention_heads=8,
     q_lora_rank=32,
     kv_lora_rank=32,
@@ -45,7 +45,7 @@ CONFIG = GLMConfig.tiny(
     index_n_heads=4,
     index_head_dim=16,
     index_topk=TOP_K,
-    indexer_types=("full", "full", "shared", "full", "shared"),
+    indexer_types=("full", "full", "shared", "shared", "full", "shared", "shared"),
     n_routed_experts=16,
     num_experts_per_tok=2,
     first_k_dense_replace=1,
