@@ -4,7 +4,9 @@ All of it is said through environment variables and before jax is imported, so t
 processes run the same way, and so that whoever starts pytest can say otherwise.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,9 @@ CACHE = Path(__file__).parents[1] / ".cache"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+if "collective_call_terminate_timeout" not in os.environ["XLA_FLAGS"]:
+    # XLA ends the process when eight devices on two busy cores take 40 s to meet.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 os.environ.setdefault("GLMJAX_CACHE", str(CACHE))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
@@ -24,6 +29,23 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_what_was_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Frees a file's programs at its end.
+
+    Every program takes a few memory maps, and a process may have 65,530 (vm.max_map_count): the whole suite in one
+    process would need more, and LLVM aborts when it gets none.
+    """
+    yield
+    import jax  # after the environment is set
+
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
