@@ -22,9 +22,9 @@ from support.machine import Load, describe, memory_mb
 from support.tables import make_table, number
 
 from glmjax.api import LLM, enable_compilation_cache
-from glmjax.programs import StepInputs, StepShape
 from glmjax.serving.plan import Plan, Runner, Sampled
 from glmjax.serving.runner import fill_row
+from glmjax.step_io import StepInputs, StepShape
 from glmjax.types import SamplingParams
 
 SEED = 1234
@@ -32,7 +32,7 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class TimedRunner:
-    """A runner that notes how long each plan took, and keeps the plan with the most sequences."""
+    """A runner that notes how long the host spent sending and awaiting each plan; keeps the one with most sequences."""
 
     def __init__(self, runner: Runner):
         self._runner = runner
@@ -43,12 +43,18 @@ class TimedRunner:
         self.seconds: list[float] = []
         self.widest = Plan(())
 
-    def run(self, plan: Plan) -> dict[str, Sampled]:
+    def start(self, plan: Plan) -> tuple[float, Any]:
         began = time.perf_counter()
-        out = self._runner.run(plan)
-        self.seconds.append(time.perf_counter() - began)
+        started = self._runner.start(plan)
         if len(plan.chunks) >= len(self.widest.chunks):
             self.widest = plan
+        return time.perf_counter() - began, started
+
+    def finish(self, started: tuple[float, Any]) -> dict[str, Sampled]:
+        sending, inner = started
+        began = time.perf_counter()
+        out = self._runner.finish(inner)
+        self.seconds.append(sending + time.perf_counter() - began)
         return out
 
 
@@ -80,9 +86,9 @@ class Run:
 
 
 def time_inputs(plan: Plan, table_width: int, repeats: int = 100) -> float:
-    """Milliseconds to lay out a step's one-token chunks in the arrays of a compiled shape; median."""
-    rows = [chunk for chunk in plan.chunks if len(chunk.token_ids) == 1]
-    shape = StepShape(max(1, len(rows)), 1)
+    """Milliseconds to lay out a step's decoding requests in the arrays of a compiled shape; median."""
+    rows = [chunk for chunk in plan.chunks if len(chunk.token_ids) <= 1]
+    shape = StepShape(max(1, len(rows)), 1, decode=True)
     times = []
     for _ in range(repeats):
         began = time.perf_counter()

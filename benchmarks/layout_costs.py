@@ -30,9 +30,10 @@ from glmjax.api import enable_compilation_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.params import random_params
-from glmjax.programs import Programs, StepInputs, StepShape
+from glmjax.programs import Programs
 from glmjax.sharding.layout import PRESETS, Layout
 from glmjax.sharding.partition import param_specs
+from glmjax.step_io import StepInputs, StepShape
 
 MIB = 2**20
 BLOCK = 16  # of the tiny model
@@ -82,7 +83,7 @@ def time_rows(
     params, rows = random_params(TINY), []
     for name in layouts:
         layout = Layout.parse(name)
-        shapes = {"prefill": StepShape(1, chunk), "decode": StepShape(-(-decode_rows // layout.dp), 1)}
+        shapes = {"prefill": StepShape(1, chunk), "decode": StepShape(-(-decode_rows // layout.dp), 1, decode=True)}
         width = -(-(max(contexts) + chunk) // (BLOCK * layout.dcp))
         mesh, placed = None, params
         if layout.num_devices > 1:
@@ -113,10 +114,10 @@ def step_ms(programs: Programs, shape: StepShape, context: int, runs: int) -> fl
     inputs.start[:], inputs.length[:] = context, shape.tokens
     blocks = np.arange(shape.requests * programs.table_width, dtype=np.int32)
     inputs.block_tables[:] = blocks.reshape(inputs.block_tables.shape)
-    cache, times = programs.make_cache(), []
+    cache, state, times = programs.make_cache(), programs.make_state(), []
     for _ in range(runs + 1):
         began = time.perf_counter()
-        cache, out = programs.run(shape, cache, [inputs] * programs.layout.dp)
+        cache, state, out = programs.run(shape, cache, state, [inputs] * programs.layout.dp)
         jax.block_until_ready(out)
         times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times[1:])

@@ -24,7 +24,7 @@ from glmjax.demo import build_demo
 from glmjax.errors import CheckpointError, ConfigError, RequestError
 from glmjax.options import EngineOptions, engine_options
 from glmjax.params import num_bytes
-from glmjax.programs import MAX_BANNED, Programs, step_shapes, with_contexts
+from glmjax.programs import Programs, drafts_by_rows, step_shapes, with_contexts
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.clock import Clock
 from glmjax.serving.data_parallel import DataParallelScheduler
@@ -35,6 +35,7 @@ from glmjax.serving.scheduler import Scheduler, SchedulerConfig
 from glmjax.serving.server import Server
 from glmjax.serving.tokenizer import Tokenizer
 from glmjax.sharding.layout import Layout
+from glmjax.step_io import MAX_BANNED
 from glmjax.types import RequestOutput, SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -58,8 +59,15 @@ class LLM:
         settings = engine_options(**options)
         self.model_path = find_model(model)
         self.layout = settings.layout
-        settings.layout.check_model(load_config(self.model_path), settings.block_size)
-        self.config, params = load_checkpoint(self.model_path, settings.dtype, settings.layout, mtp=False)
+        config = load_config(self.model_path)
+        settings.layout.check_model(config, settings.block_size)
+        drafts = settings.num_speculative_tokens
+        if drafts and not config.num_nextn_predict_layers:
+            raise ConfigError(
+                f"num_speculative_tokens={drafts} needs an MTP layer, and {self.model_path} has none "
+                "(num_nextn_predict_layers=0): leave it at 0"
+            )
+        self.config, params = load_checkpoint(self.model_path, settings.dtype, settings.layout, mtp=drafts > 0)
         self.tokenizer = Tokenizer.from_dir(self.model_path) if (self.model_path / "tokenizer.json").exists() else None
         self.sampling_defaults, eos_ids = _generation_config(self.model_path, self.config)
         self._engine = build_engine(self.config, params, self.tokenizer, settings, eos_ids)
@@ -287,7 +295,8 @@ def build_engine(
         )
     max_chunk = min(options.max_num_batched_tokens, max_model_len)
     table_width = -(-max_model_len // block_size)
-    shapes = step_shapes(options.max_num_seqs, max_chunk)
+    drafting = options.drafting
+    shapes = step_shapes(options.max_num_seqs, max_chunk, drafts_by_rows(config, params, drafting, layout))
     shapes = with_contexts(shapes, table_width, layout, options.dcp_prefill)
     with _progress("Compiling") as progress:
         task = progress.add_task("Compiling", total=len(shapes))
@@ -299,6 +308,8 @@ def build_engine(
             table_width=table_width,
             cache_dtype=options.cache_dtype,
             shapes=shapes,
+            num_slots=options.max_num_seqs,
+            speculation=drafting,
             layout=layout,
             prefill=options.dcp_prefill,
             combine=options.dcp_comm_backend,
@@ -313,6 +324,7 @@ def build_engine(
         num_blocks=num_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
         policy=options.policy,
+        num_speculative_tokens=drafting.num_drafts,
     )
     scheduler = Scheduler(limits, eos_ids) if layout.dp == 1 else DataParallelScheduler(limits, layout.dp, eos_ids)
     raw = tokenizer.raw if tokenizer else None
@@ -335,7 +347,8 @@ def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -
     """
     if options.num_device_blocks is not None:
         return options.num_device_blocks
-    one = num_bytes(abstract_cache(config, 0, options.block_size, options.cache_dtype))
+    mtp = options.num_speculative_tokens > 0
+    one = num_bytes(abstract_cache(config, 0, options.block_size, options.cache_dtype, mtp=mtp))
     budget = options.kv_cache_gib * GIB if options.kv_cache_gib else _free_bytes(options.layout)
     most = options.max_num_seqs * -(-max_model_len // (options.block_size * options.layout.dcp))
     if budget < one:

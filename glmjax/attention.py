@@ -8,10 +8,10 @@ results are merged by log-sum-exp.
 import jax
 import jax.numpy as jnp
 
-from glmjax.cache import pack_mla, read_mla
+from glmjax.cache import pack_mla
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV, Ahead, gather_beside, gathered_slots
-from glmjax.kernels.sparse_mla import sparse_mla
+from glmjax.kernels.sparse_mla import sparse_mla_from_pool
 from glmjax.kernels.topk import compact
 from glmjax.layers import apply_rope, linear, precision_of, rms_norm
 from glmjax.params import AttentionParams
@@ -84,13 +84,16 @@ def attend(
         absorbed, rope = _gather_heads(share, absorbed), _gather_heads(share, rope)
 
     def look_up() -> jax.Array:
-        out, lse = sparse_mla(
+        pool, place = kv.source(layer)
+        out, lse = sparse_mla_from_pool(
             absorbed,
             rope,
+            pool.latent,
+            pool.latent_scale,
+            pool.rope,
+            place,
             slots,
-            lambda rows: read_mla(*kv.source(layer), rows),
             scale=config.softmax_scale,
-            latent_dim=config.kv_lora_rank,
         )
         if share.kv == "query_gather":
             out = _merge(share, out, lse)

@@ -17,6 +17,8 @@ from jax.typing import DTypeLike
 from glmjax import codec
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
+from glmjax.kernels import kv_rows
+from glmjax.kernels.kv_insert import kv_insert
 
 CacheDtype = Literal["fp8_ds_mla", "bfloat16", "float32"]
 
@@ -74,7 +76,7 @@ def abstract_cache(
     def pool(stack: int, *width: int, dtype: DTypeLike) -> Any:
         return jax.ShapeDtypeStruct((stack, (num_blocks + 1) * block_size, *width), dtype)
 
-    tiles = codec.num_tiles(config.kv_lora_rank)
+    tiles = kv_rows.num_tiles(config.kv_lora_rank)
     return KVCache(
         latent=pool(layers, config.kv_lora_rank, dtype=narrow),
         latent_scale=pool(layers, tiles, dtype=jnp.float32) if fp8 else None,
@@ -93,29 +95,12 @@ def make_cache(config: GLMConfig, num_blocks: int, block_size: int, dtype: Cache
 
 def stored_bits(values: jax.Array) -> jax.Array:
     """What a pool stores of numbers: fp8 becomes bytes."""
-    return jax.lax.bitcast_convert_type(values, jnp.uint8) if values.dtype == codec.FP8 else values
+    return jax.lax.bitcast_convert_type(values, jnp.uint8) if values.dtype == kv_rows.FP8 else values
 
 
 def stored_values(stored: jax.Array) -> jax.Array:
     """Numbers of what a pool stores: bytes become fp8."""
-    return jax.lax.bitcast_convert_type(stored, codec.FP8) if stored.dtype == jnp.uint8 else stored
-
-
-def _write(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """pool[layer, slots] = rows, in place; slots of -1 go to the spare block.
-
-    A loop of slice updates, not a scatter: XLA's CPU scatter reads the old row to honour out-of-range indices, which
-    makes it copy the pool.
-    """
-    size = pool.shape[1]
-    slots = jnp.where(slots >= 0, slots, size - 1)
-
-    def put(i: jax.Array | int, pool: jax.Array) -> jax.Array:
-        row = jax.lax.dynamic_slice_in_dim(rows, i, 1)[None]
-        start = [jnp.asarray(layer), slots[i], *[jnp.int32(0)] * (pool.ndim - 2)]
-        return jax.lax.dynamic_update_slice(pool, row, start)
-
-    return jax.lax.fori_loop(0, rows.shape[0], put, pool) if rows.shape[0] > 1 else put(0, pool)
+    return jax.lax.bitcast_convert_type(stored, kv_rows.FP8) if stored.dtype == jnp.uint8 else stored
 
 
 def read_stored(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Array:
@@ -134,7 +119,7 @@ def pack_mla(cache: KVCache, latent: jax.Array, rope: jax.Array) -> Rows:
     rope = rope.astype(cache.rope.dtype)
     if not cache.quantized:
         return {"latent": latent.astype(cache.latent.dtype), "rope": rope}
-    values, scale = codec.quantize_latent(latent.astype(jnp.bfloat16))
+    values, scale = kv_rows.quantize_latent(latent.astype(jnp.bfloat16))
     return {"latent": stored_bits(values), "latent_scale": scale, "rope": rope}
 
 
@@ -142,7 +127,7 @@ def pack_index_key(cache: KVCache, key: jax.Array) -> Rows:
     """Index keys as the cache stores them: [T, index_dim]."""
     if not cache.quantized:
         return {"index_key": key.astype(cache.index_key.dtype)}
-    values, scale = codec.quantize_index_key(key.astype(jnp.bfloat16))
+    values, scale = kv_rows.quantize_index_key(key.astype(jnp.bfloat16))
     return {"index_key": stored_bits(values), "index_scale": scale}
 
 
@@ -153,8 +138,9 @@ def write_rows(cache: KVCache, place: jax.Array | int, slots: jax.Array, rows: R
       place: the layer, or the indexer for index keys.
       slots: [T] int32, -1 dropped.
     """
-    written = {name: _write(getattr(cache, name), place, slots, new) for name, new in rows.items()}
-    return dataclasses.replace(cache, **written)
+    pools = {name: pool for name, pool in vars(cache).items() if pool is not None}
+    layer, indexer = (place, None) if "latent" in rows else (None, place)
+    return dataclasses.replace(cache, **kv_insert(pools, rows, slots, layer=layer, indexer=indexer))
 
 
 def insert_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array) -> KVCache:

@@ -53,6 +53,11 @@ class Dispatch(enum.StrEnum):
     ragged = "ragged"
 
 
+class SpeculationMode(enum.StrEnum):
+    fixed = "fixed"
+    auto = "auto"
+
+
 class Format(enum.StrEnum):
     orbax = "orbax"
     hf = "hf"
@@ -79,6 +84,15 @@ PrefillOption = Annotated[Prefill, typer.Option("--dcp-prefill", help="What trav
 CombineOption = Annotated[Combine, typer.Option("--dcp-comm-backend", help="How attention results travel.")]
 Interleave = Annotated[int, typer.Option("--interleave", help="Consecutive tokens of a DCP rank.")]
 DispatchOption = Annotated[Dispatch, typer.Option("--ep-dispatch", help="How tokens reach experts; ragged needs GPUs.")]
+
+Drafts = Annotated[int, typer.Option("--num-speculative-tokens", help="Tokens the MTP layer drafts a step, 0 to 7.")]
+SpeculationOption = Annotated[
+    SpeculationMode, typer.Option("--speculation", help="auto drafts less where steps are bound by arithmetic.")
+]
+SyntheticRates = Annotated[
+    str | None, typer.Option(help="For benchmarks: chance that each draft and all before it count, such as 1,0.9,0.5.")
+]
+SyntheticLength = Annotated[float | None, typer.Option(help="For benchmarks: mean tokens of a step, by chance.")]
 
 
 @app.command()
@@ -110,6 +124,10 @@ def serve(
     dcp_prefill: PrefillOption = Prefill.auto,
     dcp_comm_backend: CombineOption = Combine.ag_rs,
     ep_dispatch: DispatchOption = Dispatch.gather,
+    num_speculative_tokens: Drafts = 0,
+    speculation: SpeculationOption = SpeculationMode.fixed,
+    synthetic_acceptance_rates: SyntheticRates = None,
+    synthetic_acceptance_length: SyntheticLength = None,
 ) -> None:
     """Serve a model with OpenAI's HTTP API."""
     from glmjax import api
@@ -137,6 +155,10 @@ def serve(
         dcp_prefill=dcp_prefill.value,
         dcp_comm_backend=dcp_comm_backend.value,
         ep_dispatch=ep_dispatch.value,
+        num_speculative_tokens=num_speculative_tokens,
+        speculation=speculation.value,
+        synthetic_acceptance_rates=_numbers("--synthetic-acceptance-rates", synthetic_acceptance_rates),
+        synthetic_acceptance_length=synthetic_acceptance_length,
         seed=seed,
     )
 
@@ -170,6 +192,10 @@ def generate(
     dcp_prefill: PrefillOption = Prefill.auto,
     dcp_comm_backend: CombineOption = Combine.ag_rs,
     ep_dispatch: DispatchOption = Dispatch.gather,
+    num_speculative_tokens: Drafts = 0,
+    speculation: SpeculationOption = SpeculationMode.fixed,
+    synthetic_acceptance_rates: SyntheticRates = None,
+    synthetic_acceptance_length: SyntheticLength = None,
 ) -> None:
     """Complete prompts and print the result."""
     from glmjax import api
@@ -193,6 +219,10 @@ def generate(
         "dcp_prefill": dcp_prefill.value,
         "dcp_comm_backend": dcp_comm_backend.value,
         "ep_dispatch": ep_dispatch.value,
+        "num_speculative_tokens": num_speculative_tokens,
+        "speculation": speculation.value,
+        "synthetic_acceptance_rates": _numbers("--synthetic-acceptance-rates", synthetic_acceptance_rates),
+        "synthetic_acceptance_length": synthetic_acceptance_length,
         "seed": seed,
     }
     with api.LLM(model, **options) as llm:
@@ -250,6 +280,35 @@ def demo(
     typer.echo(f"Wrote {target}")
 
 
+@app.command()
+def kernels(
+    names: Annotated[list[str] | None, typer.Argument(help="Kernels to look at; by default all.")] = None,
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Time them if there is a GPU.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compile the kernels for an H200 and print registers, spills, instructions and roofline; needs no GPU."""
+    import jax
+    from rich.console import Console
+    from rich.progress import Progress
+
+    if not _may_have_gpu() and "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # else JAX leaves the CUDA plugin out, which compiles without a GPU
+    from glmjax import kernel_report
+
+    cases = kernel_report.select_cases(kernel_report.all_cases(), names or ())
+    clock = time.perf_counter if measure and kernel_report.can_measure() else None
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        reports = [kernel_report.report(case, clock) for case in progress.track(cases, description="Compiling")]
+    if as_json:
+        typer.echo(json.dumps([report.as_json() for report in reports], indent=1))
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(kernel_report.as_table(reports))
+
+
+def _may_have_gpu() -> bool:
+    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
+
+
 def _layout(name: str | None, **degrees: int) -> Layout:
     """The layout that was asked for, with as many simulated devices if it will run on a CPU."""
     if name is not None and any(degree != 1 for degree in degrees.values()):
@@ -260,6 +319,16 @@ def _layout(name: str | None, **degrees: int) -> Layout:
 
         jax.config.update("jax_num_cpu_devices", layout.num_devices)
     return layout
+
+
+def _numbers(option: str, text: str | None) -> list[float] | None:
+    """Numbers with commas between them."""
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"{option} must be numbers with commas between them, such as 1,0.9,0.5, got {text!r}"
+        ) from None
 
 
 def _version(value: bool) -> None:
@@ -276,7 +345,7 @@ def _root(
 
 def main() -> None:
     """Entry point: one line and exit code 2 for what the user can mend."""
-    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg")):
+    if not _may_have_gpu():
         # With the CUDA plugin there to compile only, JAX would print a traceback: it finds no CUDA libraries.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:

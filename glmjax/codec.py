@@ -9,15 +9,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from glmjax.config import GLMConfig
+from glmjax.kernels.kv_rows import FP8, LATENT_TILE, num_tiles
 
-FP8 = jnp.float8_e4m3fn
-FP8_MAX = 448.0
-LATENT_TILE = 128  # latent values that share a scale
 INDEX_BLOCK = 64  # tokens of one packed block of index keys
-
-
-def num_tiles(latent_dim: int) -> int:
-    return -(-latent_dim // LATENT_TILE)
 
 
 def mla_row_bytes(config: GLMConfig) -> int:
@@ -37,41 +31,9 @@ def bytes_per_token(config: GLMConfig, *, mtp: bool = True) -> int:
     return rows + (config.num_full_indexers + extra) * index_row_bytes(config)
 
 
-def _power_of_two_at_least(x: jax.Array) -> jax.Array:
-    """2^ceil(log2 x), exactly."""
-    mantissa, exponent = jnp.frexp(x)  # x = mantissa * 2^exponent, mantissa in [0.5, 1)
-    return jnp.ldexp(jnp.ones_like(x), jnp.where(mantissa > 0.5, exponent, exponent - 1))
-
-
-def _to_fp8(x: jax.Array) -> jax.Array:
-    return jnp.clip(x, -FP8_MAX, FP8_MAX).astype(FP8)
-
-
-def quantize_latent(latent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[..., kv_lora] -> fp8 values of that shape and float32 scales [..., tiles]; value * scale restores.
-
-    The scale of a tile is 2^ceil(log2(max(amax / 448, 1e-4))).
-    """
-    dim = latent.shape[-1]
-    tiles = num_tiles(dim)
-    x = latent.astype(jnp.float32)
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, tiles * LATENT_TILE - dim)])
-    x = x.reshape(*x.shape[:-1], tiles, LATENT_TILE)
-    scale = _power_of_two_at_least(jnp.maximum(jnp.max(jnp.abs(x), axis=-1) / FP8_MAX, 1e-4))
-    values = _to_fp8(x / scale[..., None])
-    return values.reshape(*latent.shape[:-1], -1)[..., :dim], scale
-
-
 def dequantize_latent(values: jax.Array, scale: jax.Array) -> jax.Array:
     """Inverse of ``quantize_latent``: [..., kv_lora] float32."""
     return values.astype(jnp.float32) * jnp.repeat(scale, LATENT_TILE, axis=-1)[..., : values.shape[-1]]
-
-
-def quantize_index_key(key: jax.Array, *, floor: float = 1e-4) -> tuple[jax.Array, jax.Array]:
-    """[..., index_dim] -> fp8 values and one float32 scale [...]: 2^ceil(log2(max(amax, floor) / 448))."""
-    x = key.astype(jnp.float32)
-    scale = _power_of_two_at_least(jnp.maximum(jnp.max(jnp.abs(x), axis=-1), floor) / FP8_MAX)
-    return _to_fp8(x / scale[..., None]), scale
 
 
 def _bytes(x: jax.Array) -> jax.Array:

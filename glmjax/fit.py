@@ -17,11 +17,12 @@ from glmjax.cache import CacheDtype, abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.params import abstract_params
-from glmjax.programs import StepShape, make_step, over_mesh, packed_width
 from glmjax.sharding.aot import H200Program, compile_for_h200, h200_devices
 from glmjax.sharding.layout import Layout
 from glmjax.sharding.partition import batch_spec, cache_spec, param_specs
 from glmjax.sharding.traffic import KVSource, Prefill
+from glmjax.step import abstract_state, make_step, over_mesh
+from glmjax.step_io import StepShape, packed_width
 
 # The 141 GB of the label are 143,771 MiB on the board (``device_memory_size`` in sharding/h200.txtpb), of which CUDA
 # reports 139.8 GiB to a process.  NCCL and the libraries take a GiB or two out of what is left.
@@ -135,6 +136,10 @@ def compile_prefill(
     cache = jax.tree.map(all_pools, pool)
     shape = StepShape(1, chunk)
     packed = place(jax.ShapeDtypeStruct((layout.dp, packed_width(shape, table_width)), jnp.int32), batch_spec(layout))
+    state = jax.tree.map(
+        lambda x: place(jax.ShapeDtypeStruct((layout.dp * x.shape[0], *x.shape[1:]), x.dtype), batch_spec(layout)),
+        abstract_state(1, 0),
+    )
     source = layout.traffic(
         config,
         tokens=chunk,
@@ -145,7 +150,9 @@ def compile_prefill(
     ).kv
     step = make_step(config, shape, table_width, block_size, layout, prefill=prefill)
     with jax.default_matmul_precision("default"):  # as a server runs
-        program = compile_for_h200(over_mesh(step, layout, mesh, params), params, cache, packed, mesh=mesh, donate=(1,))
+        program = compile_for_h200(
+            over_mesh(step, layout, mesh, params), params, cache, state, packed, mesh=mesh, donate=(1, 2)
+        )
     kv = device_bytes(cache)
     return Fit(layout, source, chunk, cached, device_bytes(params), kv, kv // pool.latent.shape[1], program)
 

@@ -124,6 +124,12 @@ def gathered_slots(share: Share, positions: jax.Array) -> jax.Array:
     return jnp.where(positions >= 0, (rank * requests + request) * rows + local, -1)
 
 
+def gathered_tables(share: Share) -> jax.Array:
+    """Blocks of the copy that hold each rank's keys of each request, in order: [dcp, R, blocks]."""
+    requests, blocks = share.group_tables.shape[0], shard_rows(share) // share.block_size
+    return jnp.arange(share.layout.dcp * requests * blocks, dtype=jnp.int32).reshape(-1, requests, blocks)
+
+
 def read_gathered_keys(view: KVCache, positions: jax.Array, share: Share) -> tuple[jax.Array, jax.Array | None]:
     """Index keys of positions [C] of each request; anything where they are beyond its block table.
 

@@ -1,24 +1,17 @@
 """The lightning indexer: scores every cached key and picks the top-k positions each query attends to.
 
-The context streams by in chunks of whole blocks and queries are handled in tiles, so memory does not grow
-with the context and work follows the longest request of the batch, not the width of its block table.
-
 Under decode context parallelism each rank scores the keys that it holds, and the ranks' best are merged into the exact
 top-k; or, if the step brings the keys to the queries, every rank scores all keys of its own queries.
 """
 
-import dataclasses
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
-from glmjax import codec
 from glmjax.cache import KVCache, pack_index_key, read_index_keys, stored_bits, stored_values
 from glmjax.config import GLMConfig
-from glmjax.gathered import KV, read_gathered_keys
-from glmjax.kernels.index_scores import index_scores
-from glmjax.kernels.topk import merge_top_k
+from glmjax.gathered import KV, gathered_tables, read_gathered_keys
+from glmjax.kernels import kv_rows
+from glmjax.kernels.index_topk import Best, Keys, KeySource, chunk_blocks, has_kernel, index_top_k, scan_context
 from glmjax.layers import apply_rope, layer_norm, linear
 from glmjax.params import IndexerParams
 from glmjax.sharding import cp
@@ -26,29 +19,6 @@ from glmjax.sharding.merge import merge_candidates
 from glmjax.share import Share
 
 KEY_NORM_EPS = 1e-6  # the indexer's own, not the model's (spec/model.md 2.4)
-CONTEXT_CHUNK = 2048  # keys of a chunk at most
-CHUNK_KEYS = 16384  # keys of a chunk at most, over all requests
-TILE_SCORES = 1 << 18  # scores held at once: 1 MiB
-
-Keys = tuple[jax.Array, jax.Array | None, jax.Array]  # [R, C, d], scales [R, C] or None, positions [C]
-Best = tuple[jax.Array, jax.Array]  # scores float32 and positions int32, [R, q, K]
-
-
-@dataclasses.dataclass(frozen=True)
-class KeySource:
-    """A context's index keys, a chunk at a time.
-
-    Attributes:
-      chunk: keys of a chunk.
-      read: chunk number -> the keys of every request, their scales and their positions, ascending.
-      count: how many keys there are of a context of so many tokens.
-      position: i -> the position of the i-th key.
-    """
-
-    chunk: int
-    read: Callable[[jax.Array], Keys]
-    count: Callable[[jax.Array], jax.Array]
-    position: Callable[[jax.Array], jax.Array]
 
 
 def select(
@@ -88,7 +58,7 @@ def select(
         jnp.matmul(x.astype(jnp.float32), weights.head_weights.T, precision="highest") * (dim * heads) ** -0.5
     )  # [T, heads]
     if kv.cache.quantized:
-        query, query_scale = codec.quantize_index_key(query)
+        query, query_scale = kv_rows.quantize_index_key(query)
         head_weights = head_weights * query_scale
 
     positions, tables = share.positions, share.block_tables
@@ -96,20 +66,65 @@ def select(
         query = stored_values(share.gather_queries(stored_bits(query)))  # fp8 queries travel as bytes
         head_weights = share.gather_queries(head_weights)
         positions, tables = share.query_positions, share.query_tables
-    if kv.cache.quantized:
-        query = query.astype(jnp.float32)
     R, Q = positions.shape
-    blocks = max(1, min(CONTEXT_CHUNK, CHUNK_KEYS // R) // share.block_size)
-    if kv.view is None:
-        source = _own_keys(kv.cache, indexer, tables, blocks, share)
+    query, head_weights = query.reshape(R, Q, heads, dim), head_weights.reshape(R, Q, heads)
+    pool, place = kv.source(indexer)
+    if has_kernel(query, pool.index_key, pool.index_scale, config.index_topk, share.block_size):
+        best = _best_by_kernel(config.index_topk, pool, place, query, head_weights, positions, tables, share)
     else:
-        source = _gathered_keys(kv.view, blocks, share)
-    best = _scan_context(
-        config.index_topk, source, query.reshape(R, Q, heads, dim), head_weights.reshape(R, Q, heads), positions
-    )
+        blocks = chunk_blocks(R, share.block_size)
+        own = share.kv != "kv_gather"
+        source = _own_keys(pool, place, tables, blocks, share) if own else _gathered_keys(pool, blocks, share)
+        if kv.cache.quantized:
+            query = query.astype(jnp.float32)
+        best = scan_context(config.index_topk, source, query, head_weights, positions)
     if share.kv == "query_gather":
         best = merge_candidates(*share.gather_candidates(best), config.index_topk)
     return kv, best[1].reshape(-1, config.index_topk)
+
+
+def _best_by_kernel(
+    k: int,
+    pool: KVCache,
+    place: jax.Array | int,
+    query: jax.Array,
+    head_weights: jax.Array,
+    positions: jax.Array,
+    tables: jax.Array,
+    share: Share,
+) -> Best:
+    """The best keys of the pool, or of a gathered copy: of each rank's part of it, and then of all."""
+    layout, (R, Q) = share.layout, positions.shape
+    if share.kv == "kv_gather":
+        tables, ranks = gathered_tables(share), jnp.arange(layout.dcp, dtype=jnp.int32)
+    else:
+        tables, ranks = tables[None], jnp.asarray(share.shard_rank, jnp.int32).reshape(1)
+    parts, by_part = len(ranks), ranks[:, None, None, None]
+
+    def each(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (parts, *x.shape)).reshape(parts * R, *x.shape[1:])
+
+    visible = cp.local_length(positions[None] + 1, layout.dcp, by_part[..., 0], layout.interleave)
+    scores, local = index_top_k(
+        each(query),
+        each(head_weights),
+        pool.index_key,
+        pool.index_scale,
+        place,
+        tables.reshape(parts * R, -1),
+        jnp.broadcast_to(visible, (parts, R, Q)).reshape(parts * R, Q),
+        k,
+        block_size=share.block_size,
+    )
+    local = local.reshape(parts, R, Q, k)
+    found = jnp.where(local >= 0, cp.global_position(local, layout.dcp, by_part, layout.interleave), -1)
+    if parts == 1:
+        return scores, found[0]
+
+    def side_by_side(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(parts, R, Q, k), 0, 2).reshape(R, Q, parts * k)
+
+    return merge_candidates(side_by_side(scores), side_by_side(found), k)
 
 
 def _own_keys(cache: KVCache, indexer: jax.Array | int, tables: jax.Array, blocks: int, share: Share) -> KeySource:
@@ -142,46 +157,3 @@ def _gathered_keys(view: KVCache, blocks: int, share: Share) -> KeySource:
         return *read_gathered_keys(view, positions, share), positions
 
     return KeySource(chunk, read, lambda context: context, lambda i: i)
-
-
-def _scan_context(k: int, source: KeySource, query: jax.Array, weights: jax.Array, positions: jax.Array) -> Best:
-    """[R, Q, heads, dim] queries at positions [R, Q], -1 for padding -> each one's best keys of the source."""
-    R, Q = positions.shape
-    tile = max(1, min(Q, TILE_SCORES // (R * source.chunk)))
-    if tile >= Q:
-        return _select_tile(k, source, query, weights, positions)
-    tiles = -(-Q // tile)
-
-    def cut(x: jax.Array, value: int = 0) -> jax.Array:
-        pad = [(0, 0), (0, tiles * tile - Q)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, pad, constant_values=value)
-        return jnp.moveaxis(x.reshape(R, tiles, tile, *x.shape[2:]), 1, 0)
-
-    chosen = jax.lax.map(
-        lambda part: _select_tile(k, source, *part), (cut(query), cut(weights), cut(positions, -1))
-    )  # [tiles, R, tile, K]
-    scores, places = (jnp.moveaxis(x, 0, 1).reshape(R, tiles * tile, -1)[:, :Q] for x in chosen)
-    return scores, places
-
-
-def _select_tile(k: int, source: KeySource, query: jax.Array, weights: jax.Array, positions: jax.Array) -> Best:
-    """One tile of queries [R, q, ...] against the whole context, a chunk at a time."""
-    R, q = positions.shape
-    context = jnp.max(positions) + 1
-
-    def everything(_: None) -> Best:
-        """At most k positions are visible: all are selected, no score is needed."""
-        every = jnp.broadcast_to(source.position(jnp.arange(k, dtype=jnp.int32)), (R, q, k))
-        seen = every <= positions[..., None]
-        return jnp.where(seen, 0.0, -jnp.inf), jnp.where(seen, every, -1)
-
-    def best(_: None) -> Best:
-        def add(i: jax.Array, carry: Best) -> Best:
-            keys, scale, places = source.read(i)
-            scores = index_scores(query, weights, keys, scale, positions, places)
-            return merge_top_k(*carry, scores, places)
-
-        start = (jnp.full((R, q, k), -jnp.inf), jnp.full((R, q, k), -1, jnp.int32))
-        return jax.lax.fori_loop(0, (source.count(context) + source.chunk - 1) // source.chunk, add, start)
-
-    return jax.lax.cond(context <= k, everything, best, None)

@@ -3,37 +3,33 @@
 Norms, rotary angles and softmax run in float32 whatever the activations' dtype (spec/model.md 2).
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from glmjax.kernels import block_fp8
+from glmjax.kernels.block_fp8 import take
+from glmjax.kernels.block_fp8_matmul import block_fp8_matmul
 from glmjax.params import QUANT_BLOCK, QuantizedWeight, Weight
 
 
 def at_layer[T](stack: T, layer: jax.Array | int) -> T:
-    """One layer of a stacked weight or of a tree of them: [L, ...] -> [...]."""
-    return jax.tree.map(lambda x: take(x, layer), stack)
+    """One layer of a stacked weight or of a tree of them: [L, ...] -> [...]; of block-FP8 ones just the note which."""
 
+    def pick(x: Weight) -> Weight:
+        return dataclasses.replace(x, layer=layer) if isinstance(x, QuantizedWeight) else take(x, layer)
 
-def take(x: jax.Array, *index: jax.Array | int) -> jax.Array:
-    """x[index] along the leading axes.
-
-    An fp8 array is indexed by its bytes: XLA's CPU backend would turn all of it into f16 first.
-    """
-    if x.dtype != jnp.float8_e4m3fn:
-        return x[index]
-    return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(x, jnp.uint8)[index], x.dtype)
+    return jax.tree.map(pick, stack, is_leaf=lambda x: isinstance(x, QuantizedWeight))
 
 
 def dequantize(weight: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
     """values * scale, [..., out, in], in ``dtype`` (spec/model.md 3.2)."""
-    rows, columns = weight.values.shape[-2:]
-    scale = jnp.repeat(weight.scale, QUANT_BLOCK, axis=-2)[..., :rows, :]
-    scale = jnp.repeat(scale, QUANT_BLOCK, axis=-1)[..., :columns]
-    values = weight.values
-    if values.dtype == jnp.uint8:
-        values = jax.lax.bitcast_convert_type(values, jnp.float8_e4m3fn)
-    return (values.astype(jnp.float32) * scale).astype(dtype)
+    values, scale = weight.values, weight.scale
+    if weight.layer is not None:
+        values, scale = take(values, weight.layer), scale[weight.layer]
+    return block_fp8.dequantize(values, scale, dtype)
 
 
 def as_array(weight: Weight, dtype: DTypeLike) -> jax.Array:
@@ -45,11 +41,12 @@ def as_array(weight: Weight, dtype: DTypeLike) -> jax.Array:
 
 def linear(x: jax.Array, weight: Weight, out_dtype: DTypeLike | None = None) -> jax.Array:
     """x Wᵀ: [..., in] times [out, in] -> [..., out], accumulated in float32; in x's dtype unless told otherwise."""
-    out_dtype = out_dtype or x.dtype
+    if isinstance(weight, QuantizedWeight) and out_dtype is None:
+        return block_fp8_matmul(x, weight.values, weight.scale, weight.layer)
     w = as_array(weight, x.dtype)
     dims = (((x.ndim - 1,), (1,)), ((), ()))
     out = jax.lax.dot_general(x, w, dims, precision=precision_of(x), preferred_element_type=jnp.float32)
-    return out.astype(out_dtype)
+    return out.astype(out_dtype or x.dtype)
 
 
 def precision_of(x: jax.Array) -> str | None:
@@ -98,8 +95,17 @@ def apply_rope(x: jax.Array, angles: jax.Array, *, interleaved: bool = True) -> 
 
 def swiglu(x: jax.Array, gate_up: Weight, down: Weight) -> jax.Array:
     """down(silu(gate x) * up x): [..., D] with gate_up [2, F, D] and down [D, F] -> [..., D]."""
-    w = as_array(gate_up, x.dtype)
-    two, width, model = w.shape
-    hidden = linear(x, w.reshape(two * width, model))
-    gate, up = jnp.split(hidden, 2, axis=-1)
+    gate, up = jnp.split(linear(x, _side_by_side(gate_up)), 2, axis=-1)
     return linear(jax.nn.silu(gate) * up, down)
+
+
+def _side_by_side(gate_up: Weight) -> Weight:
+    """[2, F, D] -> [2 F, D]."""
+    two, width, model = gate_up.shape
+    if not isinstance(gate_up, QuantizedWeight):
+        return gate_up.reshape(two * width, model)
+    if width % QUANT_BLOCK:  # then blocks of scales would span both
+        return dequantize(gate_up, jnp.float32).reshape(two * width, model)
+    stack = () if gate_up.layer is None else gate_up.values.shape[:1]
+    values = gate_up.values.reshape(*stack, two * width, model)
+    return QuantizedWeight(values, gate_up.scale.reshape(*stack, -1, gate_up.scale.shape[-1]), gate_up.layer)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from glmjax.config import GLMConfig
-from glmjax.kernels.grouped_matmul import grouped_apply
-from glmjax.layers import at_layer, swiglu, take
-from glmjax.params import MoEParams, Weight
+from glmjax.kernels.grouped_matmul import grouped_swiglu
+from glmjax.layers import at_layer, swiglu
+from glmjax.params import MoEParams, QuantizedWeight, Weight
 from glmjax.sharding.dispatch import Exchange, gather_dispatch, ragged_dispatch
 from glmjax.share import Share
 
@@ -56,14 +56,21 @@ def moe(
     ids = jnp.where(share.valid.reshape(-1, 1), ids, -1)
     experts = params.router.shape[1] // collectives.size(layout.expert_axes)  # of this device
 
-    def apply_expert(e: jax.Array, rows: jax.Array) -> jax.Array:
-        return swiglu(rows, _expert(params.gate_up, index, e), _expert(params.down, index, e))
-
     def own_experts(tokens: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         own = ids - collectives.rank(layout.expert_axes) * experts
         own = jnp.where((own >= 0) & (own < experts), own, -1)
-        routed = grouped_apply(tokens, own, experts, apply_expert)  # [N, k, D]
-        return jnp.einsum("nkd,nk->nd", routed.astype(jnp.float32), weights)
+        (gate_up, gate_up_scale), (down, down_scale) = map(_values_and_scale, (params.gate_up, params.down))
+        return grouped_swiglu(
+            tokens,
+            own,
+            gate_up,
+            down,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
+            layer=index,
+            pair_weights=weights,
+            expected_pairs=max(1, own.size // collectives.size(layout.expert_axes)),
+        )
 
     if share.dispatch == "ragged" and layout.expert_axes:
         out = ragged_dispatch(own_experts, collectives, x, ids, weights, experts, exchange)
@@ -74,6 +81,5 @@ def moe(
     return collectives.all_reduce(out, layout.tensor_axes)
 
 
-def _expert(stack: Weight, index: jax.Array | int, expert: jax.Array) -> Weight:
-    """One expert of one layer, without first copying the layer: [M, E, ...] -> [...]."""
-    return jax.tree.map(lambda w: take(w, index, expert), stack)
+def _values_and_scale(stack: Weight) -> tuple[jax.Array, jax.Array | None]:
+    return (stack.values, stack.scale) if isinstance(stack, QuantizedWeight) else (stack, None)

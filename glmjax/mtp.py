@@ -17,7 +17,7 @@ from glmjax.layers import linear, rms_norm
 from glmjax.model import logits, run_group
 from glmjax.params import Params
 from glmjax.sharding.layout import ONE_DEVICE, Layout
-from glmjax.share import KVSource, Share, share_of
+from glmjax.share import Combine, Dispatch, KVSource, Share, share_of
 
 
 def mtp_layer(
@@ -67,7 +67,10 @@ def draft(
     num_drafts: int,
     layout: Layout = ONE_DEVICE,
     *,
+    limit: jax.Array | None = None,
     prefill: KVSource = "query_gather",
+    combine: Combine = "ag_rs",
+    dispatch: Dispatch = "gather",
 ) -> tuple[KVCache, jax.Array, jax.Array]:
     """Drafts greedily: one pass over the batch's rows, then single rows that feed on one another.
 
@@ -75,12 +78,13 @@ def draft(
       hidden: [T, D] of the trunk after ``model.norm``, for this device's share of the batch.
       batch: next tokens of its positions (see ``mtp_layer``); drafting goes on from each request's last real row.
       num_drafts: n >= 1.
-      prefill: as in ``share_of``.
+      limit: [R] int32, positions from here on have no slot; a draft that needs one of them is of no use.
+      prefill, combine, dispatch: as in ``share_of``.
 
     Returns:
       the cache, draft tokens [R, n] int32 and their logits [R, n, V] float32.
     """
-    share = share_of(batch, layout, prefill=prefill)
+    share = share_of(batch, layout, prefill=prefill, combine=combine, dispatch=dispatch)
     cache, out, chosen = mtp_layer(params, config, cache, hidden, share)
     last = share.last_rows(out)
     shared = share.last_rows(chosen) if config.index_share_for_mtp_iteration else None
@@ -88,13 +92,12 @@ def draft(
     scores: list[jax.Array] = []
     for step in range(num_drafts):
         if step:
-            row = dataclasses.replace(
-                batch,
-                tokens=tokens[-1][:, None],
-                start=batch.start + batch.length - 1 + step,
-                length=jnp.minimum(batch.length, 1),  # padding rows stay padding
-            )
-            share = share_of(row, layout)
+            position = batch.start + batch.length - 1 + step
+            length = jnp.minimum(batch.length, 1)  # padding rows stay padding
+            if limit is not None:
+                length = jnp.where(position < limit, length, 0)
+            row = dataclasses.replace(batch, tokens=tokens[-1][:, None], start=position, length=length)
+            share = share_of(row, layout, combine=combine, dispatch=dispatch)
             reuse = None if shared is None else share.own_rows(shared)
             cache, out, _ = mtp_layer(params, config, cache, share.own_rows(last), share, reuse)
             last = share.last_rows(out)

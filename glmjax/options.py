@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from glmjax.errors import ConfigError
 from glmjax.sharding.layout import ONE_DEVICE, Layout
+from glmjax.speculation import MAX_DRAFTS, Speculation, from_speculative_config, synthetic_rates
 
 Dtype = Literal["bfloat16", "float32"]
 CacheDtypeOption = Literal["auto", "fp8_ds_mla", "bfloat16", "float32"]
@@ -33,6 +35,13 @@ class EngineOptions:
       dcp_comm_backend: how partial attention results come back to their queries, "ag_rs" or "a2a" (vLLM's names).
       ep_dispatch: with ep > 1, how tokens reach their experts: "gather" brings all of them to every device, "ragged"
         sends each to the devices that it needs (fewer bytes unless tp is all devices; GPUs only).
+      num_speculative_tokens: tokens that the model's MTP layer drafts for every step of a request, 0 to 7. The output
+        is the same, in fewer steps.
+      speculation: "fixed" always drafts that many; "auto" fewer, or none, in steps of so many requests that they are
+        bound by arithmetic, where verifying drafts costs more than it brings.
+      synthetic_acceptance_rates, synthetic_acceptance_length: for benchmarks, accept drafts by chance: the probability
+        for each position that it and all before it are accepted, or the mean number of tokens that a step emits. The
+        output is then not the model's.
       seed: of requests that bring none.
     """
 
@@ -50,6 +59,10 @@ class EngineOptions:
     dcp_prefill: Literal["auto", "kv_gather", "query_gather"] = "auto"
     dcp_comm_backend: Literal["ag_rs", "a2a"] = "ag_rs"
     ep_dispatch: Literal["gather", "ragged"] = "gather"
+    num_speculative_tokens: int = 0
+    speculation: Literal["fixed", "auto"] = "fixed"
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    synthetic_acceptance_length: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,6 +77,16 @@ class EngineOptions:
         for field in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_device_blocks", "max_model_len"):
             _whole(field, getattr(self, field), least=2 if field == "max_model_len" else 1)
         _whole("seed", self.seed)
+        _one_of("speculation", self.speculation, ("fixed", "auto"))
+        drafts = self.num_speculative_tokens
+        if not isinstance(drafts, int) or isinstance(drafts, bool) or not 0 <= drafts <= MAX_DRAFTS:
+            raise ConfigError(f"num_speculative_tokens must be a whole number in [0, {MAX_DRAFTS}], got {drafts!r}")
+        if drafts >= self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} does not hold one token and its "
+                f"num_speculative_tokens={drafts} drafts: give at least {drafts + 1}"
+            )
+        self.drafting  # noqa: B018  checks the rates
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
         gib = self.kv_cache_gib
@@ -76,24 +99,43 @@ class EngineOptions:
             return self.kv_cache_dtype
         return "float32" if self.dtype == "float32" else "fp8_ds_mla"
 
+    @property
+    def drafting(self) -> Speculation:
+        """The options of speculative decoding as one value."""
+        names = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        rates = None
+        for name, value in given.items():
+            if not self.num_speculative_tokens:
+                raise ConfigError(f"{name} must be left at None where num_speculative_tokens is 0, got {value!r}")
+            rates = synthetic_rates(self.num_speculative_tokens, *(getattr(self, name) for name in names))
+        return Speculation(num_drafts=self.num_speculative_tokens, mode=self.speculation, rates=rates)
+
 
 # Arguments that the interface reserves: the value that means "off", and what they will do.
 RESERVED: dict[str, tuple[Any, str]] = {
     "prefill": (None, "prefill/decode disaggregation"),
     "decode": (None, "prefill/decode disaggregation"),
-    "num_speculative_tokens": (0, "speculative decoding in the engine"),
     "hisparse_host_gib": (None, "KV rows in host memory"),
     "hisparse_buffer": (None, "KV rows in host memory"),
 }
 
 
 def engine_options(**arguments: Any) -> EngineOptions:
-    """Checks keyword arguments of ``LLM`` and ``serve``.
+    """Checks keyword arguments of ``LLM`` and ``serve``; vLLM's ``speculative_config`` is taken too.
 
     Raises:
       ConfigError: an argument is unknown, out of range, or asks for something this version cannot do.
     """
     known = {f.name for f in dataclasses.fields(EngineOptions)}
+    if (vllm := arguments.pop("speculative_config", None)) is not None:
+        if not isinstance(vllm, Mapping):
+            raise ConfigError(f"speculative_config must be a mapping, got {vllm!r}")
+        for name, value in from_speculative_config(vllm).items():
+            if arguments.setdefault(name, value) != value:
+                raise ConfigError(
+                    f"{name}={arguments[name]!r}, but speculative_config says {value!r}: give one of them"
+                )
     for name, value in arguments.items():
         if name in RESERVED:
             off, what = RESERVED[name]

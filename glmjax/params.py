@@ -28,14 +28,17 @@ class QuantizedWeight:
     Attributes:
       values: [..., out, in] float8_e4m3fn, or their bytes as uint8 (see ``fp8_as_bytes``).
       scale: [..., ceil(out / 128), ceil(in / 128)] float32; it multiplies, despite its name in the checkpoint.
+      layer: if given, the weight is this entry of the stacks that values and scale then are: kernels read it there,
+        where indexing would copy it.
     """
 
     values: jax.Array
     scale: jax.Array
+    layer: jax.Array | int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        return self.values.shape if self.layer is None else self.values.shape[1:]
 
 
 Weight = jax.Array | QuantizedWeight

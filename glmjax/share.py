@@ -117,6 +117,13 @@ class Share:
             return self.collectives.all_gather(own, self.layout.context_axes, 0)[: self.requests]
         return self.collectives.all_reduce(own, self.layout.context_axes)
 
+    def all_rows(self, x: jax.Array) -> jax.Array:
+        """Every row of the batch on every device, of a batch split by row: [T, ...] -> [R, Q, ...]."""
+        assert self.by_row
+        r, q = self.rows
+        x = self.collectives.all_gather(x.reshape(r, q, *x.shape[1:]), self.layout.context_axes, 0)
+        return x[: self.requests]
+
     @property
     def query_positions(self) -> jax.Array:
         """Positions of ``gather_queries``' rows, as a rectangle: [r', q']."""

@@ -1,17 +1,102 @@
 """Experts' SwiGLU over tokens grouped by expert: every expert multiplies just the tokens that chose it.
 
 The jnp form sorts the (token, choice) pairs by expert, cuts each expert's group into tiles of a fixed number of
-rows and loops over the tiles in use, so the work follows the routing and no token is ever dropped.
+rows and loops over the tiles in use, so the work follows the routing and no token is ever dropped.  The Hopper form
+(``grouped_matmul_hopper``) does the same with one kernel for all gate and up projections and one for all down
+projections.
 """
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from glmjax.kernels.block_fp8 import BLOCK, dequantize, matmul, take
+from glmjax.kernels.choose import Implementation, choose
+from glmjax.kernels.grouped_schedule import group_by_expert, tile_rows
+
+WGMMA_ROWS = 64  # of a weight, at once
 UNROLL_PAIRS = 8  # up to here pairs are not grouped
 ExpertFunction = Callable[[jax.Array, jax.Array], jax.Array]  # (expert id, rows [B, D]) -> [B, D]
+
+
+def grouped_swiglu(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    gate_up_scale: jax.Array | None = None,
+    down_scale: jax.Array | None = None,
+    layer: jax.Array | int = 0,
+    pair_weights: jax.Array | None = None,
+    expected_pairs: int | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """down(silu(gate x) * up x) of each token by each expert that it chose (spec/model.md 2.6).
+
+    The jnp form dequantises block-FP8 weights to x's dtype. The Hopper form quantises activations instead, the hidden
+    layer from bf16, with one scale per token and 128 columns (spec/model.md 3.2), and multiplies FP8 by FP8.
+
+    Args:
+      x: [T, D].
+      expert_ids: [T, k] int32 in [0, E); -1 skips the pair, and its output is zero.
+      gate_up: [M, E, 2, F, D] of M layers; plain, or float8_e4m3fn or its bytes (uint8) with a scale.
+      down: [M, E, D, F].
+      gate_up_scale: [M, E, 2, ceil(F / 128), ceil(D / 128)] float32 of block-FP8 weights, or None.
+      down_scale: [M, E, ceil(D / 128), ceil(F / 128)] float32, or None.
+      layer: which of the M; weights are read where they are, without a copy of the layer.
+      pair_weights: [T, k] float32, or None for the outputs of all pairs.
+      expected_pairs: pairs that are not -1, about; all unless told. The Hopper form picks the size of its tiles by it.
+
+    Returns:
+      [T, D] float32, each token's outputs summed by weight; without weights [T, k, D] in x's dtype.
+
+    Raises:
+      ConfigError: the Hopper kernel is insisted on and cannot take these shapes.
+    """
+    fp8 = gate_up_scale is not None
+    problem = obstacle(x, gate_up, fp8=fp8) or obstacle(x, down, fp8=fp8)
+    if choose("grouped_matmul", implementation, kernel="hopper", obstacle=problem) == "hopper":
+        from glmjax.kernels.grouped_matmul_hopper import experts_swiglu
+
+        return experts_swiglu(
+            x,
+            expert_ids,
+            gate_up,
+            down,
+            gate_up_scale=gate_up_scale,
+            down_scale=down_scale,
+            layer=layer,
+            pair_weights=pair_weights,
+            expected_pairs=expected_pairs,
+        )
+
+    def weight(expert: jax.Array, values: jax.Array, scale: jax.Array | None) -> jax.Array:
+        values = take(values, layer, expert)
+        return values.astype(x.dtype) if scale is None else dequantize(values, scale[layer, expert], x.dtype)
+
+    def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
+        hidden = matmul(rows, weight(expert, gate_up, gate_up_scale).reshape(-1, x.shape[1]))
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        return matmul(jax.nn.silu(gate) * up, weight(expert, down, down_scale))
+
+    out = grouped_apply(x, expert_ids, gate_up.shape[1], apply)
+    if pair_weights is None:
+        return out
+    return jnp.einsum("tkd,tk->td", out.astype(jnp.float32), pair_weights)
+
+
+def obstacle(x: jax.Array, weights: jax.Array, *, fp8: bool) -> str | None:
+    """Why the Hopper kernel cannot multiply ``x`` [..., K] by ``weights`` [..., R, K]; None if it can."""
+    rows, depth = weights.shape[-2:]
+    if x.dtype != jnp.bfloat16:
+        return f"activations are {x.dtype}, the kernel is for bfloat16"
+    if not fp8 and weights.dtype != jnp.bfloat16:
+        return f"weights are {weights.dtype}, the kernel is for bfloat16 and block-FP8"
+    if rows % WGMMA_ROWS or depth % BLOCK:
+        return f"a weight of {rows} x {depth}, the kernel is for multiples of {WGMMA_ROWS} x {BLOCK}"
+    return None
 
 
 def grouped_apply(x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: ExpertFunction) -> jax.Array:
@@ -48,47 +133,3 @@ def _apply_pairs(x: jax.Array, expert_ids: jax.Array, apply: ExpertFunction) -> 
     T, k = expert_ids.shape
     out = [apply(jnp.maximum(expert_ids[t, j], 0), x[t : t + 1]) for t in range(T) for j in range(k)]
     return jnp.where(expert_ids[..., None] >= 0, jnp.concatenate(out).reshape(T, k, -1), 0)
-
-
-def tile_rows(pairs: int, num_experts: int) -> int:
-    """Rows of a tile: a power of two from 8, near the mean group.
-
-    Small tiles cost as much as their expert's weights, so most groups should be one tile; large ones cost padding.
-    """
-    mean = -(-pairs // num_experts)
-    return min(128, max(8, 1 << (mean - 1).bit_length()))
-
-
-def group_by_expert(expert_ids: jax.Array, num_experts: int, tile: int) -> tuple[jax.Array, jax.Array, jax.Array, int]:
-    """Places pairs so that each expert's pairs stand together, in order, from the start of a tile.
-
-    Args:
-      expert_ids: [P] int32, -1 for pairs to skip.
-
-    Returns:
-      place of each pair [P] int32 (out of range for skipped ones), expert of each tile [max tiles] int32, number of
-      tiles in use, and max tiles.
-    """
-    pairs = expert_ids.shape[0]
-    most = (pairs + min(num_experts, pairs) * (tile - 1)) // tile  # the worst routing
-    chosen = expert_ids[:, None] == jnp.arange(num_experts, dtype=jnp.int32)  # [P, E]
-    count = jnp.cumsum(chosen.astype(jnp.int32), axis=0)
-    rank = jnp.sum(jnp.where(chosen, count - 1, 0), axis=1)  # among the pairs of the same expert
-    tiles = (count[-1] + tile - 1) // tile  # [E]
-    last = jnp.cumsum(tiles)
-    first = last - tiles
-    place = jnp.sum(jnp.where(chosen, first, 0), axis=1) * tile + rank
-    place = jnp.where(expert_ids >= 0, place, most * tile)
-    tile_experts = jnp.searchsorted(last, jnp.arange(most, dtype=jnp.int32), side="right").astype(jnp.int32)
-    return place, jnp.minimum(tile_experts, num_experts - 1), last[-1], most
-
-
-def group_by_expert_numpy(expert_ids: np.ndarray, num_experts: int, tile: int) -> tuple[np.ndarray, list[int]]:
-    """NumPy twin: places of the pairs and the expert of each tile in use."""
-    places = np.full(expert_ids.shape, -1, np.int32)
-    experts: list[int] = []
-    for e in range(num_experts):
-        pairs = np.flatnonzero(expert_ids == e)
-        places[pairs] = len(experts) * tile + np.arange(len(pairs))
-        experts += [e] * -(-len(pairs) // tile)
-    return places, experts

@@ -1,8 +1,15 @@
-"""Scores of the lightning indexer: I[t, s] = scale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]) (spec/model.md 2.4)."""
+"""Scores of the lightning indexer: I[t, s] = scale[s] * sum_h w[t, h] * relu(q[t, h] . k[s]) (spec/model.md 2.4).
+
+``index_scores`` is the jnp form over keys at hand; ``paged_index_scores`` reads them from a KV pool, on a Hopper GPU by
+its own kernel (``index_scores_hopper``).
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from glmjax.kernels.choose import Implementation, choose
+from glmjax.kernels.index_limits import FP8, KEY_BLOCK, key_obstacle
 
 
 def index_scores(
@@ -50,6 +57,86 @@ def _by_head(query: jax.Array, head_weights: jax.Array, keys: jax.Array) -> jax.
         return scores + jax.nn.relu(product) * head_weights[:, :, h, None]
 
     return jax.lax.fori_loop(0, H, add, jnp.zeros((R, Q, keys.shape[1]), jnp.float32))
+
+
+def paged_index_scores(
+    query: jax.Array,
+    head_weights: jax.Array,
+    index_key: jax.Array,
+    index_scale: jax.Array | None,
+    indexer: jax.Array | int,
+    tables: jax.Array,
+    visible: jax.Array,
+    *,
+    block_size: int = KEY_BLOCK,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Scores of queries with the keys of their requests' blocks.
+
+    Keys [R, C, d] that stand one request after the other are a pool too: ``keys.reshape(1, R * C, d)`` with the tables
+    ``contiguous_tables(R, C)``.
+
+    Args:
+      query: [R, Q, H, d] of R requests with Q tokens each, of the keys' type or float8_e4m3fn for keys stored as bytes.
+      head_weights: [R, Q, H] float32; every constant factor and the query's own scale are folded in.
+      index_key: [N, S, d] keys of N indexers in S slots: numbers, or the bytes of float8_e4m3fn as uint8.
+      index_scale: [N, S] float32, or None for unscaled keys.
+      indexer: which of the N.
+      tables: [R, n] int32 blocks of each request; entries of blocks that no query sees may be any of the pool's.
+      visible: [R, Q] int32: a query sees the first so many keys of its request's blocks.
+      block_size: slots of a block.
+      implementation: "auto", "jnp" or "hopper".
+
+    Returns:
+      [R, Q, n * block_size] float32, -inf where a query does not see the key.
+
+    Raises:
+      ConfigError: the implementation is unknown, or asked for and not for these arguments.
+    """
+    blocks, keys, scale = flat_pool(index_key, index_scale, indexer, tables, block_size)
+    obstacle = key_obstacle(query, keys, scale, block_size)
+    if choose("index_scores", implementation, kernel="hopper", obstacle=obstacle) == "hopper":
+        from glmjax.kernels.index_scores_hopper import index_scores_hopper
+
+        assert scale is not None  # else there is an obstacle
+        return index_scores_hopper(query, head_weights, keys, scale, blocks, visible)
+    if query.dtype == FP8:
+        query = query.astype(jnp.float32)
+    positions = jnp.arange(tables.shape[1] * block_size, dtype=jnp.int32)
+    return index_scores(query, head_weights, *read_blocks(keys, scale, blocks, block_size), visible - 1, positions)
+
+
+def contiguous_tables(requests: int, keys: int, block_size: int = KEY_BLOCK) -> jax.Array:
+    """[requests, keys // block_size] int32 blocks of requests with so many keys each, one request after the other."""
+    blocks = keys // block_size
+    return jnp.arange(requests * blocks, dtype=jnp.int32).reshape(requests, blocks)
+
+
+def flat_pool(
+    index_key: jax.Array, index_scale: jax.Array | None, indexer: jax.Array | int, tables: jax.Array, block_size: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Blocks of one indexer in a pool of all [R, n], keys [N * S, d] as numbers and their scales [N * S]."""
+    N, S, dim = index_key.shape
+    keys = jax.lax.bitcast_convert_type(index_key, FP8) if index_key.dtype == jnp.uint8 else index_key
+    scale = None if index_scale is None else index_scale.reshape(N * S)
+    return tables + indexer * (S // block_size), keys.reshape(N * S, dim), scale
+
+
+def read_blocks(
+    keys: jax.Array, scale: jax.Array | None, blocks: jax.Array, block_size: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """Keys [R, n * block_size, d] and scales [R, n * block_size] of blocks [R, n], entries out of range clamped."""
+
+    def read(pool: jax.Array) -> jax.Array:
+        by_block = pool.reshape(-1, block_size, *pool.shape[1:])
+        return by_block.at[blocks].get(mode="clip").reshape(blocks.shape[0], -1, *pool.shape[1:])
+
+    # fp8 travels as bytes: XLA's CPU backend would turn the whole pool into f16 to read a block of it.
+    if keys.dtype == FP8:
+        found = jax.lax.bitcast_convert_type(read(jax.lax.bitcast_convert_type(keys, jnp.uint8)), FP8)
+    else:
+        found = read(keys)
+    return found, None if scale is None else read(scale)
 
 
 def index_scores_numpy(

@@ -1,5 +1,8 @@
 """Absorbed MLA over selected rows of the KV pool: one latent row serves all heads (spec/model.md 2.2, 2.5).
 
+``sparse_mla`` is the jnp form, which gets its rows from a callback; ``sparse_mla_from_pool`` reads them from the pool,
+on a Hopper GPU by its own kernel (``sparse_mla_hopper``).
+
 The jnp form walks over tiles of queries and, within a tile, over chunks of the selected rows with an online softmax, so
 that its temporaries stay in cache and rows that do not exist (short contexts) cost nothing.
 """
@@ -8,6 +11,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+
+from glmjax.kernels.choose import Implementation, choose
+from glmjax.kernels.kv_rows import FP8, LATENT_TILE
+from glmjax.kernels.sparse_mla_shapes import find_obstacle
 
 GatherRows = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -54,6 +61,60 @@ def sparse_mla(
     inputs = (pad(query_latent), pad(query_rope), pad(rows, -1))
     out, lse = jax.lax.map(lambda x: _tile(x[0], x[1], x[2], gather, scale, chunk), inputs)
     return out.reshape(tiles * tile, *out.shape[2:])[:T], lse.reshape(tiles * tile, -1)[:T]
+
+
+def sparse_mla_from_pool(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    latent: jax.Array,
+    latent_scale: jax.Array | None,
+    rope: jax.Array,
+    layer: jax.Array | int,
+    rows: jax.Array,
+    *,
+    scale: float,
+    implementation: Implementation = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each query over its own selected rows of one layer of the KV pool.
+
+    Args:
+      query_latent: [T, H, kv_lora], the query multiplied by W_UK.
+      query_rope: [T, H, rope].
+      latent: [L, S, kv_lora] bf16 or float32, or uint8 that are float8_e4m3fn values.
+      latent_scale: [L, S, kv_lora / 128] float32, or None for latents that are not quantised.
+      rope: [L, S, rope].
+      layer: of the pools.
+      rows: [T, K] int32 slots; -1 is skipped. Work follows the last that is not.
+      scale: softmax scale.
+      implementation: "auto", or "jnp" or "hopper" to insist.
+
+    Returns:
+      output [T, H, kv_lora] in the query's dtype, zero where no row is selected, and the log-sum-exp [T, H]
+      float32 (base e), -inf there.
+
+    Raises:
+      ConfigError: "hopper" is insisted on and the kernel is not for these shapes or types.
+    """
+    arrays = (query_latent, query_rope, latent, latent_scale, rope)
+    if choose("sparse_mla", implementation, kernel="hopper", obstacle=find_obstacle(*arrays, rows)) == "hopper":
+        from glmjax.kernels.sparse_mla_hopper import sparse_mla_hopper
+
+        return sparse_mla_hopper(*arrays, layer, rows, scale=scale)
+
+    def gather(slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = _read(latent, layer, slots)
+        if latent_scale is not None:
+            found = jax.lax.bitcast_convert_type(found, FP8).astype(jnp.float32)
+            found *= jnp.repeat(_read(latent_scale, layer, slots), LATENT_TILE, axis=-1)[..., : found.shape[-1]]
+        return found, _read(rope, layer, slots)
+
+    return sparse_mla(query_latent, query_rope, rows, gather, scale=scale, latent_dim=latent.shape[-1])
+
+
+def _read(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Array:
+    """pool[layer, slots], for slots >= 0."""
+    layers, size, width = pool.shape
+    return pool.reshape(layers * size, width).at[layer * size + slots].get(mode="promise_in_bounds")
 
 
 def _tile(

@@ -9,7 +9,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glmjax.kernels.choose import Implementation, choose
+from glmjax.kernels.index_limits import row_obstacle
+
 SORT_ROWS = 8  # up to here jax.lax.top_k is faster
+
+
+def top_k(
+    scores: jax.Array, k: int, *, visible: jax.Array | None = None, implementation: Implementation = "auto"
+) -> tuple[jax.Array, jax.Array]:
+    """The k largest of each row in ascending order of position, ties to the lowest.
+
+    Args:
+      scores: [N, S] float32; -inf and NaN are never chosen.
+      k: how many.
+      visible: [N] int32, only the first so many scores of a row are looked at; None for all.
+      implementation: "auto", "jnp" or "triton".
+
+    Returns:
+      scores [N, k] float32 and positions [N, k] int32, missing ones (-inf, -1) last.
+
+    Raises:
+      ConfigError: the implementation is unknown, or asked for and not for these arguments.
+    """
+    if choose("top_k", implementation, kernel="triton", obstacle=row_obstacle(scores, k)) == "triton":
+        from glmjax.kernels.topk_triton import top_k_triton
+
+        return top_k_triton(scores, k, visible)
+    N, S = scores.shape
+    positions = jnp.arange(S, dtype=jnp.int32)
+    seen = scores > -jnp.inf  # NaN compares false
+    if visible is not None:
+        seen &= positions < visible[:, None]
+    start = (jnp.full((N, k), -jnp.inf), jnp.full((N, k), -1, jnp.int32))
+    return in_order(*merge_top_k(*start, jnp.where(seen, scores, -jnp.inf), positions))
+
+
+def in_order(scores: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A selection [..., k] in ascending order of position, missing entries (-1) last."""
+    order = jnp.argsort(jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions), axis=-1)
+    return jnp.take_along_axis(scores, order, axis=-1), jnp.take_along_axis(positions, order, axis=-1)
 
 
 def merge_top_k(

@@ -8,6 +8,8 @@ Invariants:
 - A submitted request gets exactly one last delta per completion, whatever happens: stop, length,
   abort, failure of the runner, or close.  Then it holds nothing.
 - After a failure nothing is left in scheduler and pool, and the engine takes no more requests.
+- One plan at most is in flight: the next is started before its results are entered, so that the device does not wait
+  for the host. A request that ended is found out one step late, and what that step did for it is passed over.
 """
 
 import collections
@@ -19,6 +21,7 @@ import operator
 import random
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -66,6 +69,7 @@ class Engine:
         self._special = special_ids(tokenizer) if tokenizer is not None else frozenset()
         self._counters: collections.Counter[str] = collections.Counter()
         self._live: dict[str, tuple[RequestHandle, int]] = {}  # by sequence, while in the scheduler
+        self._in_flight: tuple[Plan, Any] | None = None  # started, results not entered
 
         self._wake = threading.Condition()  # guards what follows
         self._seeds = random.Random(seed)
@@ -79,21 +83,27 @@ class Engine:
     # The step.
 
     def step(self) -> None:
-        """Carry out commands, then one plan.  A failure ends every request instead of raising."""
+        """Carry out commands, start a plan, and enter the results of the one before, while the device works on.
+
+        A failure ends every request instead of raising.
+        """
         try:
             self._take_commands()
             plan = self.scheduler.schedule()
             self._note_scheduled(plan)
-            outputs = self.runner.run(plan) if plan.chunks else {}
-            updates = self.scheduler.commit(plan, outputs)
-            self._deliver(updates)
+            before, self._in_flight = self._in_flight, None
+            if plan.chunks:
+                self._in_flight = plan, self.runner.start(plan)
+            if before is not None:
+                plan, started = before
+                self._deliver(self.scheduler.commit(plan, self.runner.finish(started)))
         except Exception as error:
             log.exception("a step failed; the engine takes no more requests")
             self._fail(error)
 
     @property
     def has_work(self) -> bool:
-        return bool(self._commands) or self.scheduler.has_work
+        return bool(self._commands) or self._in_flight is not None or self.scheduler.has_work
 
     @property
     def healthy(self) -> bool:
@@ -293,6 +303,7 @@ class Engine:
             self._commands.clear()
         self.scheduler.clear()
         self._live.clear()
+        self._in_flight = None
         for handle in handles:
             handle.error = error
             for index, completion in enumerate(handle.output.outputs):

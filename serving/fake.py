@@ -4,8 +4,12 @@ Every computed position leaves a record in the slot that the chunk names.  Befor
 the records of all earlier positions are read back through the block table and must be the request's
 own prefix, so a wrong table, an unsafe share, a reused block or a missed recompute raises at once.
 The next token depends on the prefix *as read from the records*, as attention would.
+
+As a device does, it remembers by slot which token a request is to go on with.  Drafts are accepted as it
+pleases; the records of rejected ones are spoiled.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from glmjax.serving.plan import Chunk, Plan, Sampled, TokenLogprobs
@@ -25,6 +29,7 @@ class FakeRunner:
     Attributes:
       steps: plans carried out.
       fail_at: step (from 0) in which to raise; None: never.
+      rank_slots: by rank and slot, all tokens of the request there, the last of which is not computed.
     """
 
     def __init__(
@@ -44,18 +49,35 @@ class FakeRunner:
         self._next_token = next_token
         self._records: dict[int, Record] = {}
         self._known: dict[str, list[int]] = {}
+        self.rank_slots: dict[tuple[int, int], list[int]] = {}
 
-    def run(self, plan: Plan) -> dict[str, Sampled]:
+    def start(self, plan: Plan) -> dict[str, Sampled]:
+        """Does all the work; ``finish`` hands it over."""
         if self.steps == self.fail_at:
             raise RuntimeError("the fake runner was told to fail")
         self.steps += 1
         if len({c.request_id for c in plan.chunks}) != len(plan.chunks):
             raise AssertionError("a request has two chunks in one plan")
-        self._check_writes(plan)
-        prefixes = {c.request_id: self._read(c) for c in plan.chunks}
-        for chunk in plan.chunks:
+        chunks = tuple(self._resolved(c) for c in plan.chunks)
+        self._check_writes(chunks)
+        prefixes = {c.request_id: self._read(c) for c in chunks}
+        for chunk in chunks:
             self._compute(chunk, prefixes[chunk.request_id])
-        return {c.request_id: self._sample(c, prefixes[c.request_id]) for c in plan.chunks if c.samples}
+        return {c.request_id: self._sample(c, prefixes[c.request_id]) for c in chunks if c.samples}
+
+    def finish(self, started: dict[str, Sampled]) -> dict[str, Sampled]:
+        return started
+
+    def _resolved(self, chunk: Chunk) -> Chunk:
+        """The chunk with the token that the state has for it."""
+        if chunk.token_ids:
+            return chunk
+        known = self.rank_slots[chunk.rank, chunk.slot]
+        if not chunk.start < len(known):
+            raise AssertionError(f"{chunk.request_id} goes on at {len(known) - 1}, before {chunk.start}")
+        # What is past its limit is computed for nobody: it ended in a step that the host had not seen.
+        tokens = tuple(known[-1:]) if len(known) <= chunk.limit else ()
+        return dataclasses.replace(chunk, token_ids=tokens, start=len(known) - 1)
 
     def stats(self) -> dict[str, int]:
         return {"compilations": 0}
@@ -67,10 +89,10 @@ class FakeRunner:
         block, offset = divmod(position, self._block_size)
         return (chunk.rank << 40) + chunk.blocks[block] * self._block_size + offset
 
-    def _check_writes(self, plan: Plan) -> None:
+    def _check_writes(self, chunks: Sequence[Chunk]) -> None:
         """No slot is written twice, or written by one request and read by another."""
-        written = [self._slot(c, p) for c in plan.chunks for p in range(c.start, c.end)]
-        read = {self._slot(c, p) for c in plan.chunks for p in range(c.start)}
+        written = [self._slot(c, p) for c in chunks for p in range(c.start, c.end)]
+        read = {self._slot(c, p) for c in chunks for p in range(c.start)}
         if len(set(written)) != len(written) or not read.isdisjoint(written):
             raise AssertionError("two requests collide in one slot")
 
@@ -106,23 +128,26 @@ class FakeRunner:
         prefix.append(token)
 
     def _sample(self, chunk: Chunk, prefix: list[int]) -> Sampled:
-        """One token, and up to ``num_drafts`` more by position, as far as the blocks have slots."""
-        room = len(chunk.blocks) * self._block_size
-        extra = min(len(prefix) % (self._num_drafts + 1), room - chunk.end)
+        """One token, and up to ``num_drafts`` more by position, as far as there are slots."""
+        if not chunk.token_ids:
+            return Sampled((0,))  # nobody waits for it
+        drafts = max(0, min(chunk.most - 1, self._num_drafts, chunk.limit - chunk.end)) if chunk.most else 0
         tokens = [self._choose(chunk, prefix)]
-        for _ in range(extra):
+        for _ in range(min(len(prefix) % (self._num_drafts + 1), drafts)):
             self._write(chunk, prefix, tokens[-1])
             tokens.append(self._choose(chunk, prefix))
-        for position in range(len(prefix), min(chunk.end + self._num_drafts, room)):
-            self._records[self._slot(chunk, position)] = (-1, -1, 0)  # a rejected draft's KV
+        self.rank_slots[chunk.rank, chunk.slot] = [*prefix, tokens[-1]]
+        # The rejected drafts' KV, and that of the MTP layer's drafts for the next step.
+        for position in range(len(prefix), min(chunk.end + drafts + max(0, self._num_drafts - 1), chunk.limit)):
+            self._records[self._slot(chunk, position)] = (-1, -1, 0)
         logprobs = tuple(self._logprob(chunk, t) for t in tokens)
-        return Sampled(tuple(tokens), logprobs if chunk.sampling.logprobs is not None else ())
+        return Sampled(tuple(tokens), logprobs if chunk.sampling.logprobs is not None else (), drafts)
 
     def _choose(self, chunk: Chunk, prefix: list[int]) -> int:
         token = self._next_token(prefix, self._vocab_size)
         if not chunk.sampling.greedy:
             token = (token + chunk.seed) % self._vocab_size
-        while token in chunk.banned_ids:
+        while token in chunk.banned_ids and len(prefix) < chunk.ban_end:
             token = (token + 1) % self._vocab_size
         return token
 

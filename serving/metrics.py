@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from glmjax.serving.request import OutputDelta, RequestMetrics
+from glmjax.serving.scheduler import ACCEPTED_AT
 from glmjax.types import SamplingParams
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -36,6 +37,7 @@ _COUNTERS = {
     "num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted."),
 }
 _FINISHED = "finished_"
+_ACCEPTED_AT = ("vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position of the draft.")
 _HANDLED = {*_GAUGES, *_COUNTERS, "free_blocks", "total_blocks"}
 
 _SECONDS = (
@@ -173,13 +175,18 @@ class _EngineCollector(Collector):
             used = 1.0 - stats["free_blocks"] / total
             yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV blocks.", used)
         yield self._finished(stats)
+        if accepted := {key: value for key, value in stats.items() if key.startswith(ACCEPTED_AT)}:
+            by_position = CounterMetricFamily(*_ACCEPTED_AT, labels=(*_LABELS, "position"))
+            for key, value in accepted.items():
+                by_position.add_metric((*self._labels, key.removeprefix(ACCEPTED_AT)), value)
+            yield by_position
         if self._cache_info:
             names = (*_LABELS, *self._cache_info)
             info = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=names)
             info.add_metric((*self._labels, *self._cache_info.values()), 1)
             yield info
         for key, value in stats.items():
-            own = key not in _HANDLED and not key.startswith(_FINISHED)
+            own = key not in _HANDLED and not key.startswith((_FINISHED, ACCEPTED_AT))
             if own and key.isidentifier() and isinstance(value, (int, float)):
                 yield self._gauge(f"glmjax:{key}", "From the engine's statistics.", value)
 

@@ -2,10 +2,13 @@
 
 A plan is plain host data: it can be logged, replayed, simulated, or carried out by a fake runner.  There is no prefill
 or decode phase: a chunk is the next tokens of a request whose KV is not computed yet.
+
+A plan may be started before the one before it is finished.  Once a request has sampled, the device knows its last token
+and drafts of the following ones; its chunks then name no tokens, and the host knows bounds of where they start.
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 from glmjax.types import SamplingParams
 
@@ -16,14 +19,22 @@ class Chunk:
 
     Attributes:
       request_id: unique per running sequence (``n`` completions are ``n`` sequences).
-      token_ids: the tokens at positions ``start .. start + len(token_ids) - 1``.
-      start: position of the first token; the KV of everything before it is in the pool.
+      token_ids: the tokens at positions ``start .. start + len(token_ids) - 1``; none if the request goes on from
+        the device's state: then its last token and the drafts that the device has.
+      start: position of the first token, or a position that it is not before; the KV of everything before it is in the
+        pool, or will be when the steps in flight are done.
       blocks: physical block ids that hold positions 0 .. end, in order; position p lies in
         ``blocks[p // block_size]`` at offset ``p % block_size``.
       samples: the last token is the last known one, so this chunk yields the next token(s).
       sampling: how to choose.
+      most: tokens that a chunk without token_ids computes at most.
+      limit: nothing is computed from this position on.
+      next_token: the token after a chunk that does not sample.
+      slot: the request's place in the device's state, free again when another request is given it.
+      admission: which of the scheduler's admissions the slot and the blocks come from.
       seed: 64-bit seed of the sequence; noise depends on it and on the position only.
-      banned_ids: tokens that may not be chosen in this step (end and stop tokens before ``min_tokens``).
+      banned_ids: tokens that may not be chosen for positions before ``ban_end`` (end and stop tokens until
+        ``min_tokens`` are out).
       rank: data-parallel rank, whose pool the blocks are in.
     """
 
@@ -33,12 +44,24 @@ class Chunk:
     blocks: tuple[int, ...]
     samples: bool
     sampling: SamplingParams
+    most: int = 0
+    limit: int = 1 << 30
+    next_token: int | None = None
+    slot: int = 0
+    admission: int = 0
     seed: int = 0
     banned_ids: tuple[int, ...] = ()
+    ban_end: int = 0
     rank: int = 0
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens to compute, at most."""
+        return len(self.token_ids) or self.most
+
+    @property
     def end(self) -> int:
+        """After the last of ``token_ids``."""
         return self.start + len(self.token_ids)
 
 
@@ -50,7 +73,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(c.token_ids) for c in self.chunks)
+        return sum(c.num_tokens for c in self.chunks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +84,12 @@ class Sampled:
       token_ids: at least one token.
       logprobs: per token, the chosen token's log-probability, its rank (1 is best) and the likeliest
         (id, logprob) pairs, as many as were asked for; empty unless the request asked for logprobs.
+      num_drafts: drafts that were verified; all tokens but the last are accepted ones.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple["TokenLogprobs", ...] = ()
+    num_drafts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +100,17 @@ class TokenLogprobs:
 
 
 class Runner(Protocol):
-    """Carries out plans.  `serving/runner.py` does it with compiled programs, tests with a fake."""
+    """Carries out plans, one after another.  `serving/runner.py` does it with compiled programs, tests with a fake."""
 
-    def run(self, plan: Plan) -> dict[str, Sampled]:
-        """Compute every chunk, write its KV to its blocks, and sample where a chunk says so."""
+    def start(self, plan: Plan) -> Any:
+        """Send a plan to the device: compute every chunk, write its KV to its blocks, sample where a chunk says so.
+
+        Returns what ``finish`` takes, without waiting for it.
+        """
+        ...
+
+    def finish(self, started: Any) -> dict[str, Sampled]:
+        """Wait for a plan, in the order in which they were started; new tokens by request id."""
         ...
 
     def stats(self) -> dict[str, int]: ...

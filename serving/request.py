@@ -6,6 +6,9 @@ A request is (computed, known) tokens; prefill, chunk, decode and resume are all
     computed  [ KV in blocks ............. )            num_computed <= num_tokens
     a step    computes tokens[num_computed : num_computed + n] and samples if that reaches the end
 
+Steps are planned before the ones before them are finished.  ``num_computed`` counts what is planned; of new tokens that
+are still to come back the host knows that there is at least one a step, and how many there are at most.
+
 Only the scheduler changes a ``Request``.  A prompt with ``n`` completions is ``n`` requests.
 """
 
@@ -30,7 +33,11 @@ class Request:
       max_tokens: new tokens at most, never None.
       arrival: order of arrival; set by the scheduler.
       token_ids: prompt and output.
-      num_computed: leading tokens whose KV is in ``blocks``.
+      num_computed: leading tokens whose KV is in ``blocks``, or will be after the steps in flight.
+      continues: it has sampled since its admission, so the device knows its last token.
+      in_flight: steps that sampled and are not finished; most_in_flight: new tokens that they bring at most.
+      slot: place in the device's state while running.
+      admission: number of its last admission.
       num_cached_tokens: prefix cache hit of the first admission; None before it.
       blocks: leased blocks in order of position; empty unless running.
       digests: chain digests of the leading full blocks of known tokens.
@@ -48,6 +55,11 @@ class Request:
     status: Status = Status.WAITING
     token_ids: list[int] = dataclasses.field(init=False)
     num_computed: int = 0
+    continues: bool = False
+    in_flight: int = 0
+    most_in_flight: int = 0
+    slot: int = 0
+    admission: int = 0
     num_cached_tokens: int | None = None
     blocks: tuple[int, ...] = ()
     digests: list[bytes] = dataclasses.field(default_factory=list)

@@ -6,8 +6,11 @@ from the last running one, which loses its blocks and waits again at its old pla
 
 Invariants, restated by ``check``:
 - ``running`` and ``waiting`` are sorted by precedence; only running requests hold blocks.
-- A running request holds blocks for every token it knows.
-- ``schedule`` leases blocks but advances no request; ``commit`` does, so a plan may be dropped.
+- A running request holds blocks for every token it knows, and a slot of its own.
+- ``schedule`` counts as computed what it plans, so it can be called again before ``commit``; plans are started and
+  committed in the order in which they were made.  A block that is freed while a step in flight writes to it can be
+  given away at once: whatever its next owner does comes later on the device.
+- Results of a request that has lost its blocks since are passed over; they come again, since noise goes by position.
 No livelock: the first running request can take blocks from all others and alone fits the pool
 (``check_fits``), so every step brings it forward.
 """
@@ -24,6 +27,8 @@ from glmjax.serving.plan import Chunk, Plan, Sampled, TokenLogprobs
 from glmjax.serving.request import Request, Status, banned_ids, complete
 from glmjax.types import FinishReason
 
+ACCEPTED_AT = "num_accepted_tokens_at_"  # a position of the drafts; see ``Scheduler.gauges``
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
@@ -36,7 +41,7 @@ class SchedulerConfig:
       block_size, num_blocks: shape of the KV pool.
       policy: "fcfs", or "priority": lower values first, then arrival.
       max_prefill_chunk: tokens of one request in a step at most; None: the budget.
-      num_lookahead_tokens: positions past a sampling chunk that get blocks, for drafts.
+      num_speculative_tokens: drafts that a decoding request may have in a step; they count against the budget.
     """
 
     max_num_seqs: int
@@ -47,16 +52,22 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     max_prefill_chunk: int | None = None
-    num_lookahead_tokens: int = 0
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
         sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks")
-        least = {**dict.fromkeys(sizes, 1), "max_model_len": 2, "num_lookahead_tokens": 0}
+        least = {**dict.fromkeys(sizes, 1), "max_model_len": 2, "num_speculative_tokens": 0}
         if self.max_prefill_chunk is not None:
             least["max_prefill_chunk"] = 1
         for field, low in least.items():
             if getattr(self, field) < low:
                 raise ConfigError(f"{field} must be at least {low}, got {getattr(self, field)}")
+        if self.max_num_batched_tokens <= self.num_speculative_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} does not hold one token and its "
+                f"num_speculative_tokens={self.num_speculative_tokens} drafts: give at least "
+                f"{self.num_speculative_tokens + 1}"
+            )
         if self.policy not in ("fcfs", "priority"):
             raise ConfigError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
 
@@ -84,8 +95,13 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # tokens looked up at first admissions
         self.prefix_cache_hits = 0  # and those found
+        self.num_drafts = 0  # steps of a request in which drafts were verified
+        self.num_draft_tokens = 0  # and the drafts
+        self.num_accepted = [0] * config.num_speculative_tokens  # by position
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
+        self._admissions = itertools.count(1)
+        self._slots = list(range(config.max_num_seqs))
 
     @property
     def has_work(self) -> bool:
@@ -106,7 +122,15 @@ class Scheduler:
             "num_preemptions": self.num_preemptions,
             "prefix_cache_queries": self.prefix_cache_queries,
             "prefix_cache_hits": self.prefix_cache_hits,
+            **self._draft_counts(),
         }
+
+    def _draft_counts(self) -> dict[str, int]:
+        if not self.config.num_speculative_tokens:
+            return {}
+        counts = {"num_drafts": self.num_drafts, "num_draft_tokens": self.num_draft_tokens}
+        counts["num_accepted_tokens"] = sum(self.num_accepted)
+        return counts | {f"{ACCEPTED_AT}{i}": count for i, count in enumerate(self.num_accepted)}
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV; running requests keep theirs."""
@@ -158,13 +182,20 @@ class Scheduler:
         preemptions = self.num_preemptions
         chunks: list[Chunk] = []
 
-        while budget > 0 and len(chunks) < len(self.running):
-            request = self.running[len(chunks)]
+        place = 0
+        while budget > 0 and place < len(self.running):
+            request = self.running[place]
+            place += 1
+            if self._ends_in_flight(request):
+                continue
             size = self._chunk_size(request, budget)
-            if not self._grow(request, request.num_computed + size):
+            if size == 0:
+                budget = 0  # what is left is not for those behind it
+            elif not self._grow(request, self._reach(request, size)):
                 break
-            chunks.append(self._chunk(request, size))
-            budget -= size
+            else:
+                chunks.append(self._chunk(request, size))
+                budget -= size
 
         if self.num_preemptions == preemptions:
             while budget > 0 and self.waiting and self._admit(self.waiting[0]):
@@ -180,10 +211,9 @@ class Scheduler:
         updates = []
         for chunk in plan.chunks:
             request = self._requests.get(chunk.request_id)
-            if request is None or request.status is not Status.RUNNING:
+            if request is None or request.status is not Status.RUNNING or request.admission != chunk.admission:
                 continue
-            request.num_computed = chunk.end
-            update = self._accept(request, outputs[chunk.request_id]) if chunk.samples else None
+            update = self._accept(request, chunk, outputs[chunk.request_id]) if chunk.samples else None
             self._publish(request)
             if update is not None:
                 updates.append(update)
@@ -201,36 +231,75 @@ class Scheduler:
         _require(members == set(self._requests), "a request is lost")
         _require(len(members) == len(self.running) + len(self.waiting), "a request is in twice")
         _require(len(self.running) <= self.config.max_num_seqs, "too many run")
+        slots = sorted([*self._slots, *(r.slot for r in self.running)])
+        _require(slots == list(range(self.config.max_num_seqs)), "a slot is lost or in use twice")
         for r in self.waiting:
-            _require(not r.blocks and r.num_computed == 0, f"{r.request_id} waits with KV")
+            _require(not r.blocks and r.num_computed == 0 and not r.in_flight, f"{r.request_id} waits with KV")
         for r in self.running:
             room = len(r.blocks) * self.config.block_size
-            _require(r.num_computed < r.num_tokens, f"{r.request_id} has nothing to compute")
+            _require(r.num_computed < r.num_tokens + r.in_flight, f"{r.request_id} has nothing to compute")
             _require(r.num_computed <= room, f"{r.request_id} computed past its blocks")
 
     def _precedence(self, request: Request) -> tuple[int, int]:
         by_priority = self.config.policy == "priority"
         return (request.priority if by_priority else 0, request.arrival)
 
+    def _horizon(self, request: Request) -> int:
+        """Positions that can ever need KV."""
+        return min(request.horizon, self.config.max_model_len - 1)
+
+    def _ends_in_flight(self, request: Request) -> bool:
+        """Whether the steps in flight bring its last token for sure."""
+        return request.num_tokens + request.in_flight > self._horizon(request)
+
     def _chunk_size(self, request: Request, budget: int) -> int:
+        """Tokens of its next chunk, at most; 0 if the budget does not hold them."""
+        if request.continues:
+            size = 1 + self.config.num_speculative_tokens
+            return size if size <= budget else 0
         return min(request.remaining, budget, self.config.max_prefill_chunk or budget)
 
+    def _reach(self, request: Request, size: int) -> int:
+        """Positions before this one may be written by its next chunk, drafts included."""
+        drafts = max(0, self.config.num_speculative_tokens - 1)  # those that the MTP layer writes for the next ones
+        if request.continues:
+            return request.num_tokens - 1 + request.most_in_flight + size + drafts
+        end = request.num_computed + size
+        return end + drafts if end == request.num_tokens else end
+
     def _blocks_to_reach(self, request: Request, end: int) -> int:
-        """Blocks for positions before ``end`` and for drafts, but none that it can never use."""
-        return self.pool.blocks_for(min(end + self.config.num_lookahead_tokens, request.horizon))
+        """Blocks for positions before ``end``, but none that it can never use."""
+        return self.pool.blocks_for(min(end, self._horizon(request)))
 
     def _chunk(self, request: Request, size: int) -> Chunk:
-        start, end = request.num_computed, request.num_computed + size
-        samples = end == request.num_tokens
+        """Plan its next tokens, and count them as computed."""
+        blocks = request.blocks[: self._blocks_to_reach(request, self._reach(request, size))]
+        continues = request.continues
+        start = request.num_tokens - 1 + request.in_flight if continues else request.num_computed
+        end = request.num_tokens if continues else start + size
+        samples = continues or end == request.num_tokens
+        room = len(blocks) * self.config.block_size
+        request.num_computed = end + request.in_flight if continues else end
+        if samples:
+            request.continues = True
+            request.in_flight += 1
+            request.most_in_flight += size if continues else 1
+        banned = banned_ids(request, self.eos_ids) if samples else ()
         return Chunk(
             request_id=request.request_id,
-            token_ids=tuple(request.token_ids[start:end]),
+            token_ids=() if continues else tuple(request.token_ids[start:end]),
             start=start,
-            blocks=request.blocks[: self._blocks_to_reach(request, end)],
+            blocks=blocks,
             samples=samples,
             sampling=request.sampling,
+            most=size if continues else 0,
+            limit=min(room, self._horizon(request)) if samples else end,
+            next_token=None if samples else request.token_ids[end],
+            slot=request.slot,
+            admission=request.admission,
             seed=request.seed,
-            banned_ids=banned_ids(request, self.eos_ids) if samples else (),
+            banned_ids=banned,
+            ban_end=request.num_prompt_tokens + request.sampling.min_tokens if banned else 0,
         )
 
     def _grow(self, request: Request, end: int) -> bool:
@@ -261,13 +330,15 @@ class Scheduler:
             hit = self.pool.match(shareable)
             if len(hit) < len(shareable) and self._being_computed(shareable[len(hit)], len(hit)):
                 return False
-        need = self._blocks_to_reach(request, request.num_tokens) - len(hit)
+        end = request.num_tokens + max(0, self.config.num_speculative_tokens - 1)
+        need = self._blocks_to_reach(request, end) - len(hit)
         if need + len(self.running) > self.pool.free_blocks - self.pool.num_idle(hit):
             return False
         self.pool.share(hit)
         request.blocks = (*hit, *self.pool.allocate(need))
         request.num_published = len(hit)
         request.num_computed = len(hit) * self.config.block_size
+        request.slot, request.admission = self._slots.pop(), next(self._admissions)
         request.status = Status.RUNNING
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
@@ -277,31 +348,33 @@ class Scheduler:
 
     def _being_computed(self, digest: bytes, index: int) -> bool:
         """Whether a running request is about to publish this block: then it is cheaper to wait."""
-        end = (index + 1) * self.config.block_size
-        return any(r.num_computed < end and digest in r.digests[index : index + 1] for r in self.running)
+        return any(r.num_published <= index and digest in r.digests[index : index + 1] for r in self.running)
 
-    def _accept(self, request: Request, sampled: Sampled) -> Update:
-        """Append new tokens.  All but the last were drafts, so their KV is computed too.
-
-        A ban holds for the whole step, so while there is one nothing past ``min_tokens`` is taken.
-        """
-        if not 1 <= len(sampled.token_ids) <= 1 + self.config.num_lookahead_tokens:
+    def _accept(self, request: Request, chunk: Chunk, sampled: Sampled) -> Update:
+        """Append new tokens.  All but the last were drafts, so their KV is computed too."""
+        new_ids, most = sampled.token_ids, chunk.most or 1
+        if not 1 <= len(new_ids) <= most:
             raise RuntimeError(
-                f"{len(sampled.token_ids)} tokens came back for {request.request_id}, with "
-                f"num_lookahead_tokens={self.config.num_lookahead_tokens}"
+                f"{len(new_ids)} tokens came back for {request.request_id}, and there may be 1 to {most}"
             )
-        banned = request.sampling.min_tokens - request.num_output_tokens
-        new_ids = sampled.token_ids[:banned] if banned > 0 else sampled.token_ids
+        if sampled.num_drafts:
+            self.num_drafts += 1
+            self.num_draft_tokens += sampled.num_drafts
+            for position in range(len(new_ids) - 1):
+                self.num_accepted[position] += 1
         end = complete(request, new_ids, self.eos_ids, self.config.max_model_len)
         new_ids = new_ids[: end.num_kept]
         request.token_ids.extend(new_ids)
-        request.num_computed = request.num_tokens - 1
+        request.in_flight -= 1
+        request.most_in_flight -= most
+        # A step in flight computes the last token too, unless that is the last to come.
+        request.num_computed = min(request.num_tokens - 1 + request.in_flight, self._horizon(request))
         logprobs = sampled.logprobs[: len(new_ids)]
         return Update(request, new_ids, logprobs, end.finish_reason, end.stop_reason)
 
     def _publish(self, request: Request) -> None:
         size = self.config.block_size
-        done = request.num_computed // size
+        done = min(request.num_computed, request.num_tokens) // size
         if not self.config.enable_prefix_caching or done <= request.num_published:
             return
         extend_digests(request.digests, request.token_ids, size, request.cache_salt)
@@ -324,9 +397,12 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _free(self, request: Request) -> None:
+        if request.status is Status.RUNNING:
+            self._slots.append(request.slot)
         self.pool.release(request.blocks)
         request.blocks = ()
-        request.num_computed = 0
+        request.num_computed = request.in_flight = request.most_in_flight = 0
+        request.continues = False
 
 
 def _require(ok: bool, fault: str) -> None:

@@ -22,17 +22,23 @@ def array_namespace(*arrays: Any) -> Any:
     return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
 
 
+NARROW = 8  # tokens of a request that decodes, at most: one and seven drafts
+
+
 def splits_by_row(tokens: int, ranks: int) -> bool:
-    """Whether a rectangle with up to ``tokens`` new tokens a request is split by row: too few to cut into 2 x ranks."""
-    return tokens < 2 * ranks or ranks == 1
+    """Whether a rectangle with up to ``tokens`` new tokens a request is split by row, not by token.
+
+    So are those of requests that decode, and what is too short to cut into 2 x ranks.
+    """
+    return tokens <= NARROW or tokens < 2 * ranks or ranks == 1
 
 
 def may_gather_keys(tokens: int, ranks: int) -> bool:
     """Whether DCP may bring the keys to the queries of a rectangle with up to ``tokens`` new tokens a request.
 
-    A single token has too few queries for it, and split by row a device has only some of the requests.
+    Requests that decode have too few queries for it, and split by row a device has only some of the requests.
     """
-    return tokens > 1 and (ranks == 1 or not splits_by_row(tokens, ranks))
+    return tokens > NARROW and (ranks == 1 or not splits_by_row(tokens, ranks))
 
 
 def local_width(max_length: int, ranks: int) -> int:

@@ -257,7 +257,7 @@ class Layout:
         prefill: "Prefill" = "auto",
         combine: "Combine" = "ag_rs",
     ) -> "Traffic":
-        """What a device receives from others in one step, exchange by exchange; ``print`` it for a table.
+        """What a device receives from others in a step without drafts, exchange by exchange; ``print`` it for a table.
 
         Args:
           tokens: new tokens of a request, as the compiled shape has them; 1 is decode.

@@ -143,7 +143,7 @@ def traffic(
     prefill: Prefill,
     combine: Combine,
 ) -> Traffic:
-    """The exchanges of a step of ``glmjax.programs`` for one shape: see ``Layout.traffic``."""
+    """The exchanges of a step of ``glmjax.step`` for one shape, without drafts: see ``Layout.traffic``."""
     sizes = {"tokens": tokens, "context_rows": context_rows, "block_size": block_size, "requests": requests}
     for name, size in {**sizes, "activation_bytes": activation_bytes}.items():
         if size < 1:
@@ -275,7 +275,7 @@ class _Step:
         if vocab % layout.group_size == 0:  # else the head is whole on every device
             logits = self.requests * vocab // layout.group_size * FLOAT
             yield self._transfer("logits", "all-gather", layout.group_axes, (logits,), "step")
-        sampled = self.requests * (3 + 2 * min(MAX_LOGPROBS, vocab)) * FLOAT
+        sampled = self.requests * (2 + 3 + 2 * min(MAX_LOGPROBS, vocab)) * FLOAT  # counts; token, rank, logprobs
         yield self._transfer("sampled tokens", "all-gather", layout.data_axes, (sampled,), "step")
 
     def _transfer(

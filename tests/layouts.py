@@ -16,21 +16,22 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from glmjax import indexer
 from glmjax.cache import CacheDtype, KVCache
 from glmjax.config import GLMConfig
+from glmjax.kernels import index_topk
 from glmjax.params import Params, random_params
-from glmjax.programs import Programs, StepInputs, StepOutputs, StepShape
+from glmjax.programs import Programs
 from glmjax.sharding.cp import local_slots
 from glmjax.sharding.layout import MESH_AXES, Layout
 from glmjax.sharding.partition import param_specs
 from glmjax.share import Combine, KVSource
+from glmjax.step_io import StepInputs, StepOutputs, StepShape, num_logprobs
 
 TOP_K, BLOCK, CHUNK, NEW_TOKENS = 12, 8, 24, 6
 # Around the edges of 2, 4 and 8 ranks: the ranks, two parts each of a prompt, a block, a block each, top-k, a chunk.
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 63, 64, 65)
 REQUESTS = len(LENGTHS)
-CHUNKS, SINGLES = StepShape(REQUESTS, CHUNK), StepShape(REQUESTS, 1)
+CHUNKS, SINGLES = StepShape(REQUESTS, CHUNK), StepShape(REQUESTS, 1, decode=True)
 # Every kind of layer and loop: dense, then twice a leader and two followers with experts.
 CONFIG = GLMConfig.tiny(
     vocab_size=16,
@@ -104,7 +105,7 @@ def programs(case: Case) -> Programs:
     layout = Layout.parse(case.layout)
     width = blocks_for(max(LENGTHS) + NEW_TOKENS, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexer, "CONTEXT_CHUNK", BLOCK)  # so that these short contexts are several chunks
+        patch.setattr(index_topk, "CONTEXT_CHUNK", BLOCK)  # so that these short contexts are several chunks
         return Programs(
             CONFIG,
             on_devices(layout, random_params(CONFIG)),
@@ -169,7 +170,7 @@ def nan_like(x: jax.Array) -> jax.Array:
 def generate(case: Case) -> Generated:
     """Prompts in chunks, odd requests a chunk later than even ones; then single tokens, of all requests and of each."""
     program = programs(case)
-    dp, cache = program.layout.dp, jax.tree.map(nan_like, program.make_cache())
+    dp, cache, state = program.layout.dp, jax.tree.map(nan_like, program.make_cache()), program.make_state()
     by_request = np.argsort(row_orders(dp), axis=1)[:, :, None]
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, CONFIG.vocab_size, length).tolist() for length in LENGTHS]
@@ -177,16 +178,17 @@ def generate(case: Case) -> Generated:
     logprobs: list[list[np.ndarray]] = [[] for _ in texts]
 
     def step(length: int, pieces: Pieces) -> None:
-        nonlocal cache
-        shape = program.smallest(REQUESTS, length)
-        cache, packed = program.run(shape, cache, step_inputs(program, shape, pieces))
+        nonlocal cache, state
+        shape = program.smallest(REQUESTS, length, decode=length == 1 and SINGLES in program.shapes)
+        cache, state, packed = program.run(shape, cache, state, step_inputs(program, shape, pieces))
         rows = np.take_along_axis(np.asarray(packed).reshape(dp, REQUESTS, -1), by_request, axis=1)
         for request, (start, piece) in pieces.items():
             if start + len(piece) == len(texts[request]):
-                out = StepOutputs.unpack(rows[:, request])
-                tokens[request].append(out.token)
-                logprobs[request].append(np.take_along_axis(out.top_logprobs, np.argsort(out.top_ids), axis=1))
-                texts[request].append(int(out.token[0]))
+                out = StepOutputs.unpack(rows[:, request], num_logprobs(CONFIG))
+                tokens[request].append(out.token[:, 0])
+                by_id = np.take_along_axis(out.top_logprobs[:, 0], np.argsort(out.top_ids[:, 0]), axis=1)
+                logprobs[request].append(by_id)
+                texts[request].append(int(out.token[0, 0]))
 
     for turn in range(1 + -(-max(LENGTHS) // CHUNK)):
         starts = {r: CHUNK * (turn - r % 2) for r in range(REQUESTS)}

@@ -18,15 +18,17 @@ import numpy as np
 from glmjax.checkpoint import save_pretrained
 from glmjax.config import GLMConfig
 from glmjax.params import Params, random_params
-from glmjax.programs import MAX_BANNED, Programs, step_shapes
+from glmjax.programs import Programs, step_shapes
 from glmjax.serving.clock import Clock
 from glmjax.serving.engine import Engine
 from glmjax.serving.parsers import TAGS
 from glmjax.serving.runner import ProgramRunner
 from glmjax.serving.scheduler import Scheduler, SchedulerConfig
 from glmjax.serving.tokenizer import Tokenizer
+from glmjax.step_io import MAX_BANNED
 
 BLOCK, NUM_BLOCKS, MAX_LEN, MAX_SEQS, BUDGET = 8, 16, 128, 4, 32
+MAX_SLOTS = 9  # more than a program has rows
 # The same for LLM and serve.
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -83,6 +85,7 @@ def programs() -> Programs:
         table_width=MAX_LEN // BLOCK,
         cache_dtype="float32",
         shapes=step_shapes(MAX_SEQS, BUDGET),
+        num_slots=MAX_SLOTS,
     )
 
 

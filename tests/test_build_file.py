@@ -107,15 +107,15 @@ def label_of(item: Import, for_tests: bool) -> str:
 
 @functools.cache
 def installed() -> dict[str, list[str]]:
-    return dict(packages_distributions())
+    return dict(packages_distributions()) | {"jaxlib": ["jax"]}  # jax requires the one of its version
 
 
 def requirements() -> tuple[set[str], set[str], set[str]]:
-    """What pyproject.toml asks for everywhere, for development, and on a GPU alone."""
+    """What pyproject.toml asks for everywhere, for development, and on a GPU or to compile for one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    base, dev, gpu = ({normal(t) for t in ts} for ts in (project["dependencies"], extras["dev"], extras["cuda12"]))
-    return base, dev, gpu - base
+    base, dev = ({normal(t) for t in ts} for ts in (project["dependencies"], extras["dev"]))
+    return base, dev, {normal(t) for t in (*extras["cuda12"], *extras["aot"])} - base
 
 
 def normal(requirement: str) -> str:

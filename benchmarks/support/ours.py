@@ -23,9 +23,11 @@ from glmjax.checkpoint import load_checkpoint
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV
 from glmjax.params import Params
-from glmjax.programs import Programs, StepInputs, StepShape
-from glmjax.serving.plan import Chunk, Plan
+from glmjax.programs import Programs
+from glmjax.serving.plan import Chunk, Plan, Sampled
 from glmjax.serving.runner import ProgramRunner
+from glmjax.step import RequestState
+from glmjax.step_io import StepInputs, StepShape
 from glmjax.types import SamplingParams
 from support.machine import QUIET, Load, memory_mb
 
@@ -70,10 +72,11 @@ class Bench:
     """Programs whose pool stays in reach: the runner's own is the same one, until rows are copied here."""
 
     def __init__(self, job: Job, config: GLMConfig, params: Params):
-        self.shapes = (StepShape(job.batch, 1), StepShape(1, min(job.chunk, job.length)))
+        self.shapes = (StepShape(job.batch, 1, decode=True), StepShape(1, min(job.chunk, job.length)))
         self.table_width = job.blocks
         self.normal = self._programs(job, config, params, self.shapes)
-        self.layout, self.smallest, self.make_cache = self.normal.layout, self.normal.smallest, self.normal.make_cache
+        self.layout, self.smallest, self.outputs = self.normal.layout, self.normal.smallest, self.normal.outputs
+        self.make_cache, self.make_state = self.normal.make_cache, self.normal.make_state
         self.active = self.normal
         self.cache: KVCache | None = None
 
@@ -81,10 +84,12 @@ class Bench:
     def compilations(self) -> int:
         return self.normal.compilations
 
-    def run(self, shape: StepShape, cache: KVCache, inputs: Sequence[StepInputs]) -> tuple[KVCache, jax.Array]:
+    def run(
+        self, shape: StepShape, cache: KVCache, state: RequestState, inputs: Sequence[StepInputs]
+    ) -> tuple[KVCache, RequestState, jax.Array]:
         """As ``Programs.run``, with the pool kept here."""
-        self.cache, out = self.active.run(shape, cache if self.cache is None else self.cache, inputs)
-        return self.cache, out
+        self.cache, state, out = self.active.run(shape, cache if self.cache is None else self.cache, state, inputs)
+        return self.cache, state, out
 
     @staticmethod
     def _programs(job: Job, config: GLMConfig, params: Params, shapes: tuple[StepShape, ...]) -> Programs:
@@ -116,7 +121,7 @@ class Bench:
             return kv, jnp.where(chosen[:, :1] < 0, chosen, even)
 
         with mock.patch.object(glmjax.model, "select", spread):
-            return cls._programs(job, config, params, (StepShape(job.batch, 1),))
+            return cls._programs(job, config, params, (StepShape(job.batch, 1, decode=True),))
 
 
 class Sequences:
@@ -134,7 +139,7 @@ class Sequences:
         for start in range(0, length, self.job.chunk):
             tokens = self.prompt[start : min(start + self.job.chunk, length)]
             chunk = self._chunk(0, tokens, start, samples=start + len(tokens) == length)
-            self.runner.run(Plan((chunk,)))
+            self._run(chunk)
 
     def fill(self) -> str:
         """Gives every sequence its context; says how."""
@@ -153,10 +158,13 @@ class Sequences:
         for step in range(steps):
             began = time.perf_counter()
             chunks = [self._chunk(row, (t,), self.job.length + step, samples=True) for row, t in enumerate(tokens)]
-            out = self.runner.run(Plan(tuple(chunks)))
+            out = self._run(*chunks)
             tokens = [out[c.request_id].token_ids[0] for c in chunks]
             times.append(1e3 * (time.perf_counter() - began))
         return times
+
+    def _run(self, *chunks: Chunk) -> dict[str, Sampled]:
+        return self.runner.finish(self.runner.start(Plan(chunks)))
 
     def _chunk(self, row: int, tokens: tuple[int, ...], start: int, *, samples: bool) -> Chunk:
         blocks = range(row * self.job.blocks, (row + 1) * self.job.blocks)

@@ -389,7 +389,8 @@ def test_close_frees_the_pool_and_ends_the_use(folder):
     ("options", "match"),
     [
         ({"max_seqs": 3}, "unknown option 'max_seqs'.*max_num_seqs"),
-        ({"num_speculative_tokens": 3}, "num_speculative_tokens=3.*leave it at 0"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens=3 needs an MTP layer, and .* has none.*leave it at 0"),
+        ({"hisparse_host_gib": 3}, "hisparse_host_gib=3.*leave it at None"),
         ({"dtype": "float16"}, "dtype must be one of 'bfloat16', 'float32', got 'float16'"),
         ({"max_model_len": 513}, "max_model_len=513 is more than the model's 512 positions"),
         (

@@ -20,6 +20,7 @@ from glmjax.cache import (
 )
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
+from glmjax.kernels import kv_rows
 from glmjax.params import num_bytes
 
 CONFIG = GLMConfig.tiny()
@@ -96,8 +97,8 @@ def test_rows_are_read_back_as_stored(dtype, slots):
     got_key = np.asarray(keys, np.float32)[0, np.maximum(slots, 0)]
     if dtype == "fp8_ds_mla":
         bf16 = [jnp.asarray(x, jnp.bfloat16) for x in (latent, rope, key)]
-        latent, rope = codec.dequantize_latent(*codec.quantize_latent(bf16[0])), bf16[1]
-        stored, key_scale = codec.quantize_index_key(bf16[2])
+        latent, rope = codec.dequantize_latent(*kv_rows.quantize_latent(bf16[0])), bf16[1]
+        stored, key_scale = kv_rows.quantize_index_key(bf16[2])
         key = np.asarray(stored, np.float32)
         assert (np.asarray(scale)[0, np.maximum(slots, 0)][real] == np.asarray(key_scale)[real]).all()
     elif dtype == "bfloat16":

@@ -13,9 +13,10 @@ from reference import REFERENCE
 
 from glmjax import codec
 from glmjax.config import GLMConfig
+from glmjax.kernels import kv_rows
 
 LATENT, TILES = 256, 2
-QUANTIZERS = {"latent": codec.quantize_latent, "index key": codec.quantize_index_key}
+QUANTIZERS = {"latent": kv_rows.quantize_latent, "index key": kv_rows.quantize_index_key}
 compiled = {name: jax.jit(quantize) for name, quantize in QUANTIZERS.items()}
 WIDTH = {"latent": LATENT, "index key": 128}
 
@@ -33,7 +34,7 @@ def as_bf16(name):
 
 def pack_golden_index_block():
     """48 keys in a block of 64, the rest zero bytes."""
-    values, scale = codec.quantize_index_key(as_bf16("index_k"))
+    values, scale = kv_rows.quantize_index_key(as_bf16("index_k"))
     unused = codec.INDEX_BLOCK - values.shape[1]
     values = jnp.pad(values, ((0, 0), (0, unused), (0, 0)))
     return codec.pack_index_block(values, jnp.pad(scale, ((0, 0), (0, unused))))
@@ -43,7 +44,7 @@ def pack_golden_index_block():
 
 
 def test_mla_rows_equal_the_golden_bytes():
-    packed = codec.pack_mla(*codec.quantize_latent(as_bf16("kv_c")), as_bf16("k_pe"))
+    packed = codec.pack_mla(*kv_rows.quantize_latent(as_bf16("kv_c")), as_bf16("k_pe"))
     assert packed.shape == (2, 48, 656)
     assert (np.asarray(packed) == golden()["ds_mla_bytes_pow2"]).all()
 
@@ -91,9 +92,9 @@ def test_glm_5_3_sizes():
 
 def test_packed_rows_have_the_stated_size():
     config = GLMConfig.tiny()  # a latent of 64 is half a tile
-    values, scale = codec.quantize_latent(jnp.ones((3, config.kv_lora_rank)))
+    values, scale = kv_rows.quantize_latent(jnp.ones((3, config.kv_lora_rank)))
     row = codec.pack_mla(values, scale, jnp.ones((3, config.qk_rope_head_dim)))
-    block = codec.pack_index_block(*codec.quantize_index_key(jnp.ones((3, config.index_head_dim))))
+    block = codec.pack_index_block(*kv_rows.quantize_index_key(jnp.ones((3, config.index_head_dim))))
     assert row.shape == (3, codec.mla_row_bytes(config))
     assert block.shape == (3 * codec.index_row_bytes(config),)
 
@@ -182,7 +183,7 @@ def test_tiles_of_a_latent_have_scales_of_their_own():
 
 def test_dequantize_is_the_product_tile_by_tile():
     rng = np.random.default_rng(0)
-    values = rng.standard_normal((5, 200)).astype(codec.FP8)
+    values = rng.standard_normal((5, 200)).astype(kv_rows.FP8)
     scale = rng.random((5, 2)).astype(np.float32)
     expected = values.astype(np.float32) * scale[:, np.arange(200) // 128]
     assert (np.asarray(codec.dequantize_latent(values, scale)) == expected).all()
@@ -194,21 +195,21 @@ def test_dequantize_is_the_product_tile_by_tile():
 @given(st.integers(0, 2**16))
 def test_mla_row_unpacks_to_what_was_packed(seed):
     rng = np.random.default_rng(seed)
-    parts = rng.standard_normal((4, 64)).astype(codec.FP8), rng.random((4, 1)), rng.standard_normal((4, 16))
+    parts = rng.standard_normal((4, 64)).astype(kv_rows.FP8), rng.random((4, 1)), rng.standard_normal((4, 16))
     values, scale, rope = parts[0], parts[1].astype(np.float32), jnp.asarray(parts[2], jnp.bfloat16)
     for got, put in zip(codec.unpack_mla(codec.pack_mla(values, scale, rope), 64), (values, scale, rope), strict=True):
         assert got.dtype == put.dtype and np.asarray(got).tobytes() == np.asarray(put).tobytes()
 
 
 def test_index_block_keeps_all_values_before_all_scales():
-    values = np.arange(6, dtype=np.float32).reshape(3, 2).astype(codec.FP8)
+    values = np.arange(6, dtype=np.float32).reshape(3, 2).astype(kv_rows.FP8)
     scale = np.array([1.0, 2.0, 0.5], np.float32)
     packed = np.asarray(codec.pack_index_block(values, scale)).tobytes()
     assert packed == values.tobytes() + scale.astype("<f4").tobytes()
 
 
 def test_mla_row_keeps_latent_scales_and_rope_in_this_order():
-    values, scale = np.ones((1, 4), codec.FP8), np.array([[2.0]], np.float32)
+    values, scale = np.ones((1, 4), kv_rows.FP8), np.array([[2.0]], np.float32)
     rope = np.array([[1.0, -2.0]], np.float32)
     packed = np.asarray(codec.pack_mla(values, scale, jnp.asarray(rope))).tobytes()
     assert packed == values.tobytes() + scale.astype("<f4").tobytes() + np.array([0x3F80, 0xC000], "<u2").tobytes()

@@ -20,11 +20,13 @@ from jax.sharding import NamedSharding
 from glmjax.cache import abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.params import abstract_params, random_params
-from glmjax.programs import Programs, StepShape, make_step, over_mesh, packed_width
+from glmjax.programs import Programs
 from glmjax.sharding import hlo
 from glmjax.sharding.aot import compile_for_h200, h200_devices
 from glmjax.sharding.layout import Layout
 from glmjax.sharding.partition import batch_spec, cache_spec, param_specs
+from glmjax.step import abstract_state, make_step, over_mesh
+from glmjax.step_io import StepShape, packed_width
 
 BLOCK, CONTEXT = 8, 64
 SIZES = {
@@ -60,7 +62,7 @@ MODELS = {
     "no loop": of_groups(1, 2, dense=1),
     "no loop, dense": of_groups(2, dense=2),
 }
-PREFILL, DECODE = StepShape(1, 16), StepShape(5, 1)
+PREFILL, DECODE = StepShape(1, 16), StepShape(5, 1, decode=True)
 CASES = [
     # layout, shape, how queries and KV meet, how results come back, cache, model
     ("pcp=8,dcp=8,ep=8", PREFILL, "auto", "ag_rs", "fp8_ds_mla", "equal groups"),
@@ -68,7 +70,7 @@ CASES = [
     ("pcp=4,tp=2,dcp=8,interleave=4", PREFILL, "query_gather", "a2a", "float32", "no loop"),
     ("pcp=4,tp=2,dcp=8", StepShape(2, 16), "kv_gather", "ag_rs", "bfloat16", "one group"),
     ("pcp=4,tp=2,dcp=4,ep=8", PREFILL, "query_gather", "ag_rs", "float32", "no loop"),
-    ("dp=2,pcp=2,tp=2,dcp=4,ep=8", StepShape(3, 8), "query_gather", "ag_rs", "fp8_ds_mla", "one group"),
+    ("dp=2,pcp=2,tp=2,dcp=4,ep=8", StepShape(3, 12), "query_gather", "ag_rs", "fp8_ds_mla", "one group"),
     ("tp=8,dcp=2,ep=8", DECODE, "auto", "ag_rs", "float32", "no loop"),
     ("tp=2,dcp=2", DECODE, "kv_gather", "ag_rs", "fp8_ds_mla", "no loop, dense"),
     ("pcp=8", StepShape(3, 7), "auto", "ag_rs", "float32", "no loop"),
@@ -172,14 +174,15 @@ def test_compiled_for_h200_the_bytes_are_those_listed(prefill):
 
     params = abstract_params(config, jnp.bfloat16)
     cache = abstract_cache(config, 8 * width + 7, BLOCK, "fp8_ds_mla")  # all ranks' pools, a spare block in each
-    batch = jax.ShapeDtypeStruct((1, packed_width(PREFILL, width)), jnp.int32)
+    batch, state = jax.ShapeDtypeStruct((1, packed_width(PREFILL, width)), jnp.int32), abstract_state(1, 0)
     compiled = compile_for_h200(
         over_mesh(make_step(config, PREFILL, width, BLOCK, layout, prefill=prefill), layout, mesh, params),
         placed(params, param_specs(layout, params)),
         placed(cache, jax.tree.map(lambda _: cache_spec(layout), cache)),
+        placed(state, jax.tree.map(lambda _: batch_spec(layout), state)),
         placed(batch, batch_spec(layout)),
         mesh=mesh,
-        donate=(1,),
+        donate=(1, 2),
     )
     expected, found = collections.Counter(), collections.Counter()
     for t in listed(layout, PREFILL, prefill, "ag_rs", "fp8_ds_mla", "equal groups", activation_bytes=2):

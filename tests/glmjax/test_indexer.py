@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import tiny_glm
 
-from glmjax import codec, indexer
+from glmjax import indexer
 from glmjax.attention import query_latent
 from glmjax.batch import TokenBatch, contiguous_batch
 from glmjax.cache import make_cache
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV
+from glmjax.kernels import index_topk, kv_rows
 from glmjax.kernels.index_scores import index_scores_numpy
 from glmjax.kernels.topk import top_k_numpy
 from glmjax.layers import at_layer, rms_norm, rope_angles
@@ -33,17 +34,17 @@ def weights():
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _select(config, sizes, weights, cache, x, latent, batch):
-    before = {name: getattr(indexer, name) for name in dict(sizes)}
+    before = {name: getattr(index_topk, name) for name in dict(sizes)}
     try:
         for name, value in sizes:
-            setattr(indexer, name, value)
+            setattr(index_topk, name, value)
         angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
         share = share_of(batch, ONE_DEVICE)
         kv, chosen = indexer.select(weights, config, KV(cache, None), INDEXER, x, latent, angles, share)
         return kv.cache, chosen
     finally:
         for name, value in before.items():
-            setattr(indexer, name, value)
+            setattr(index_topk, name, value)
 
 
 def select(cache, x, latent, batch, config=CONFIG, **sizes):
@@ -106,7 +107,7 @@ def scores_numpy(x, latent, fp8=False, interleaved=True):
 
 
 def through_fp8(y):
-    values, scale = codec.quantize_index_key(jnp.asarray(y, jnp.float32 if y.dtype == np.float64 else y.dtype))
+    values, scale = kv_rows.quantize_index_key(jnp.asarray(y, jnp.float32 if y.dtype == np.float64 else y.dtype))
     return np.asarray(values, np.float64) * np.asarray(scale, np.float64)[..., None]
 
 
@@ -142,10 +143,10 @@ def test_scores_equal_transformers(layer):
         seen["scores"] = scored(*args)
         return seen["scores"]
 
-    scored = indexer.index_scores
+    scored = index_topk.index_scores
     cache = make_cache(config, *hidden.shape[:2], "float32")
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
-        patch.setattr(indexer, "index_scores", record)
+        patch.setattr(index_topk, "index_scores", record)
         w = at_layer(params.indexer, place)
         latent = query_latent(attention, config, x)
         indexer.select(w, config, KV(cache, None), place, x, latent, angles, share_of(batch, ONE_DEVICE))

@@ -18,9 +18,11 @@ from glmjax.config import GLMConfig
 from glmjax.gathered import KV
 from glmjax.model import forward, group_runs, logits, run_group, run_layers
 from glmjax.params import FLOAT32_WEIGHTS, abstract_params, random_params
-from glmjax.programs import StepShape, make_step, packed_width
 from glmjax.sharding.layout import ONE_DEVICE
 from glmjax.share import share_of
+from glmjax.speculation import Speculation
+from glmjax.step import abstract_state, make_step
+from glmjax.step_io import StepShape, packed_width
 
 TOLERANCE = 1e-4
 whole = jax.jit(forward, static_argnums=2)
@@ -167,12 +169,17 @@ def test_runs_name_every_layer_once_and_in_order(rest, dense):
     assert leaders == list(enumerate(i for i, kind in enumerate(types) if kind == "full"))
 
 
+DRAFTING = Speculation(num_drafts=3)
+
+
 def abstract_step(config, shape, cache_dtype="float32", dtype=jnp.float32, quantized=False):
     """A step's jaxpr, made from shapes alone."""
     cache = abstract_cache(config, 1024, 64, cache_dtype, mtp=True)
     params = abstract_params(config, dtype, quantized=quantized)
     packed = jax.ShapeDtypeStruct((shape.requests, packed_width(shape, 64)), jnp.int32)
-    return jax.make_jaxpr(make_step(config, shape, 64, 64))(params, cache, packed)
+    return jax.make_jaxpr(make_step(config, shape, 64, 64, speculation=DRAFTING))(
+        params, cache, abstract_state(8, 3), packed
+    )
 
 
 def num_equations(jaxpr):
@@ -181,7 +188,7 @@ def num_equations(jaxpr):
     return len(jaxpr.eqns) + sum(map(num_equations, inner))
 
 
-@pytest.mark.parametrize("shape", [StepShape(4, 1), StepShape(1, 32)])
+@pytest.mark.parametrize("shape", [StepShape(4, 4, decode=True), StepShape(4, 1, decode=True), StepShape(1, 32)])
 def test_program_does_not_grow_with_depth(shape):
     sizes = {
         num_equations(abstract_step(GLMConfig.tiny(num_hidden_layers=6 + 4 * groups), shape).jaxpr)
@@ -192,5 +199,5 @@ def test_program_does_not_grow_with_depth(shape):
 
 def test_full_size_step_takes_under_100_arrays():
     config = GLMConfig.glm_5_3()
-    step = abstract_step(config, StepShape(8, 1), "fp8_ds_mla", jnp.bfloat16, quantized=True)
+    step = abstract_step(config, StepShape(8, 4, decode=True), "fp8_ds_mla", jnp.bfloat16, quantized=True)
     assert len(step.in_avals) < 100

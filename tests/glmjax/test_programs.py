@@ -1,12 +1,10 @@
-"""Compiled steps: what goes in and out as one array, rectangles against single rows, and a pool that is not copied."""
+"""Compiled steps: rectangles against single rows, and a pool that is not copied."""
 
-import dataclasses
 import functools
 import itertools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_glm
@@ -17,27 +15,17 @@ from glmjax.cache import abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.params import random_params
-from glmjax.programs import (
-    MAX_BANNED,
-    Programs,
-    StepInputs,
-    StepOutputs,
-    StepShape,
-    _unpack,
-    output_width,
-    packed_width,
-    step_shapes,
-    with_contexts,
-)
+from glmjax.programs import Programs, step_shapes, with_contexts
 from glmjax.sharding.cp import local_slots
-from glmjax.sharding.layout import ONE_DEVICE, Layout
-from glmjax.share import share_of
+from glmjax.sharding.layout import Layout
+from glmjax.step_io import StepInputs, StepShape
 from glmjax.types import MAX_LOGPROBS
 
 # A pool so large that whatever is as small as a step's temporaries cannot be a copy of a part of it.
 BLOCK, NUM_BLOCKS, WIDTH = 16, 4095, 4
-SHAPES = (StepShape(1, 1), StepShape(4, 1), StepShape(1, 16), StepShape(3, 8))
-FP8_SHAPES = (StepShape(4, 1), StepShape(1, 16))
+ONE, FOUR = StepShape(1, 1, decode=True), StepShape(4, 1, decode=True)
+SHAPES = (ONE, FOUR, StepShape(1, 16), StepShape(3, 8))
+FP8_SHAPES = (FOUR, StepShape(1, 16))
 
 
 @functools.cache
@@ -67,61 +55,8 @@ def step_of(shape, rows):
 
 
 def run(shape, cache, rows):
-    cache, packed = programs().run(shape, cache, [step_of(shape, rows)])
-    return cache, StepOutputs.unpack(np.asarray(packed))
-
-
-# One array in, one out.
-
-
-@st.composite
-def step_inputs(draw):
-    shape = StepShape(draw(st.integers(1, 4)), draw(st.integers(1, 5)))
-    width = draw(st.integers(1, 3))
-    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    inputs = StepInputs.empty(shape, width)
-    for field in dataclasses.fields(inputs):
-        array = getattr(inputs, field.name)
-        if array.dtype == np.float32:
-            array[:] = rng.standard_normal(array.shape)
-        else:
-            array[:] = rng.integers(np.iinfo(array.dtype).min, np.iinfo(array.dtype).max, array.shape, endpoint=True)
-    return shape, width, inputs
-
-
-@given(step_inputs())
-def test_inputs_arrive_as_they_were_packed(case):
-    shape, width, inputs = case
-    packed = inputs.pack()
-    assert packed.shape == (shape.requests, packed_width(shape, width)) and packed.dtype == np.int32
-    batch, how = _unpack(jnp.asarray(packed), shape, width, BLOCK)
-    assert batch.block_size == BLOCK
-    for field in dataclasses.fields(inputs):
-        sent = getattr(inputs, field.name)
-        got = np.asarray(getattr(batch, field.name) if hasattr(batch, field.name) else getattr(how, field.name))
-        if field.name == "wants_logprobs":
-            sent = sent > 0
-        assert got.dtype == sent.dtype and got.tobytes() == sent.tobytes(), field.name
-
-
-def test_empty_inputs_are_padding():
-    inputs = StepInputs.empty(StepShape(2, 3), 4)
-    batch, how = _unpack(jnp.asarray(inputs.pack()), StepShape(2, 3), 4, BLOCK)
-    assert (np.asarray(share_of(batch, ONE_DEVICE).write_slots) == -1).all()
-    assert (np.asarray(how.banned) == -1).all() and how.banned.shape == (2, MAX_BANNED)
-    assert not np.asarray(how.temperature).any() and (np.asarray(how.top_p) == 1).all()
-
-
-@pytest.mark.parametrize("vocab_size", [4, 320])
-def test_outputs_unpack_to_what_the_step_packed(vocab_size):
-    config = GLMConfig.tiny(vocab_size=vocab_size, eos_token_ids=(1,))
-    most = min(MAX_LOGPROBS, vocab_size)
-    packed = np.arange(2 * output_width(config), dtype=np.int32).reshape(2, -1)
-    out = StepOutputs.unpack(packed)
-    assert out.token.tolist() == packed[:, 0].tolist() and out.rank.tolist() == packed[:, 1].tolist()
-    assert out.logprob.view(np.int32).tolist() == packed[:, 2].tolist()
-    assert out.top_ids.tolist() == packed[:, 3 : 3 + most].tolist()
-    assert out.top_logprobs.view(np.int32).tolist() == packed[:, 3 + most :].tolist()
+    cache, _, packed = programs().run(shape, cache, programs().make_state(), [step_of(shape, rows)])
+    return cache, programs().outputs(packed)
 
 
 # What a step computes.
@@ -142,9 +77,9 @@ def expected_logprobs(r, position):
 def assert_next_token_is_the_recorded(out, row, r, position):
     expected = expected_logprobs(r, position)
     order = np.argsort(-expected)[:MAX_LOGPROBS]
-    assert out.token[row] == order[0] and out.rank[row] == 1
-    assert np.abs(out.top_logprobs[row] - expected[order]).max() < 1e-4
-    assert out.top_ids[row].tolist() == order.tolist()
+    assert out.token[row, 0] == order[0] and out.rank[row, 0] == 1
+    assert np.abs(out.top_logprobs[row, 0] - expected[order]).max() < 1e-4
+    assert out.top_ids[row, 0].tolist() == order.tolist()
 
 
 def test_chunks_then_single_tokens_give_the_recorded_logits():
@@ -153,7 +88,7 @@ def test_chunks_then_single_tokens_give_the_recorded_logits():
         cache, out = run(StepShape(1, 16), cache, [(prompt(0)[start : start + 16], start, TABLES[0])])
         assert_next_token_is_the_recorded(out, 0, 0, start + 15)
     for position in range(32, 36):
-        cache, out = run(StepShape(1, 1), cache, [(prompt(0)[position : position + 1], position, TABLES[0])])
+        cache, out = run(ONE, cache, [(prompt(0)[position : position + 1], position, TABLES[0])])
         assert_next_token_is_the_recorded(out, 0, 0, position)
 
 
@@ -190,7 +125,7 @@ def test_decode_rows_do_not_see_one_another():
     for r in range(2):
         cache, _ = run(StepShape(1, 16), cache, [(prompt(r)[:16], 0, TABLES[r])])
     rows = [(prompt(r)[16:17], 16, TABLES[r]) for r in (1, 0)]
-    _, out = run(StepShape(4, 1), cache, rows)
+    _, out = run(FOUR, cache, rows)
     assert_next_token_is_the_recorded(out, 0, 1, 16)
     assert_next_token_is_the_recorded(out, 1, 0, 16)
 
@@ -254,7 +189,8 @@ def test_pool_is_not_converted_to_read_a_row(cache_dtype, shape):
 def test_every_array_of_the_pool_is_donated(cache_dtype, shape):
     header = compiled(cache_dtype, shape).as_text().split("\n", 1)[0]
     aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", header).group(1)
-    assert aliases.count("-alias)") == len(pool_arrays(cache_dtype))
+    state = len(jax.tree.leaves(programs(cache_dtype).abstract_state()))
+    assert aliases.count("-alias)") == len(pool_arrays(cache_dtype)) + state
 
 
 # Shapes.
@@ -263,9 +199,10 @@ def test_every_array_of_the_pool_is_donated(cache_dtype, shape):
 @given(st.integers(1, 300), st.integers(1, 5000))
 def test_shapes_hold_whatever_a_step_may_be(max_num_seqs, max_chunk):
     shapes = step_shapes(max_num_seqs, max_chunk)
-    decode, chunks = ([s for s in shapes if keep(s)] for keep in (lambda s: s.tokens == 1, lambda s: s.requests == 1))
-    assert set(shapes) == {*decode, *chunks}
-    assert max(s.requests for s in shapes) == max_num_seqs and max(s.tokens for s in chunks) == max_chunk
+    decode, chunks = ([s for s in shapes if s.decode == kind] for kind in (True, False))
+    assert all(s.tokens == 1 for s in decode) and all(s.requests == 1 and s.tokens > 1 for s in chunks)
+    assert max(s.requests for s in shapes) == max_num_seqs
+    assert max((s.tokens for s in chunks), default=1) == max_chunk
     for sizes in (sorted(s.requests for s in decode), sorted(s.tokens for s in chunks if s.tokens >= 16)):
         assert all(large <= 4 * small for small, large in itertools.pairwise(sizes))
     assert len(shapes) <= 2 + 5 + 5 + 1
@@ -281,38 +218,38 @@ def test_shapes_hold_whatever_a_step_may_be(max_num_seqs, max_chunk):
     ],
 )
 def test_shapes_that_gather_keys_come_for_shorter_contexts_too(layout, width, widths):
-    shapes = (StepShape(1, 1), StepShape(4, 1), StepShape(1, 16), StepShape(1, 64))
+    shapes = (ONE, StepShape(4, 4, decode=True), StepShape(1, 16), StepShape(1, 64))
     expected = {StepShape(1, tokens, blocks) for tokens in (16, 64) for blocks in widths}
     assert set(with_contexts(shapes, width, layout, "auto")) == {*shapes[:2], *expected}
     assert with_contexts(shapes, width, layout, "query_gather") == shapes
 
 
 def test_shapes_that_gather_no_keys_stay():
-    shapes = (StepShape(1, 1), StepShape(1, 8), StepShape(1, 64))
+    shapes = (ONE, StepShape(1, 8), StepShape(1, 64))
     assert with_contexts(shapes, 2048, Layout(pcp=8), "auto") == shapes
     assert StepShape(1, 8) in with_contexts(shapes, 2048, Layout(pcp=8, dcp=8), "auto")  # split by row
 
 
 def test_the_shortest_context_that_fits_is_taken():
-    shapes = (StepShape(1, 1), StepShape(1, 16, 2), StepShape(1, 16, 4))
+    shapes = (ONE, StepShape(1, 16, 2), StepShape(1, 16, 4))
     some = object.__new__(Programs)
     some.shapes, some.table_width = shapes, 4
     assert [some.smallest(1, 9, blocks).blocks for blocks in (0, 1, 2, 3, 4)] == [2, 2, 2, 4, 4]
-    assert some.smallest(1, 1, 4) == StepShape(1, 1)
+    assert some.smallest(1, 1, 4, decode=True) == ONE
     with pytest.raises(ConfigError, match="in 5 blocks"):
         some.smallest(1, 9, 5)
 
 
 def test_smallest_program_that_fits_is_taken():
-    assert programs().smallest(1, 1) == StepShape(1, 1)
-    assert programs().smallest(2, 1) == StepShape(4, 1)
+    assert programs().smallest(1, 1, decode=True) == ONE
+    assert programs().smallest(2, 1, decode=True) == FOUR
     assert programs().smallest(1, 9) == StepShape(1, 16)
     assert programs().smallest(2, 2) == StepShape(3, 8)
 
 
 def test_step_that_no_program_holds_is_refused():
-    with pytest.raises(ConfigError, match="no compiled program holds 5 requests of 1 tokens"):
-        programs().smallest(5, 1)
+    with pytest.raises(ConfigError, match="no compiled decode program holds 5 requests of 1 tokens"):
+        programs().smallest(5, 1, decode=True)
 
 
 def test_each_shape_is_compiled_once():
@@ -348,7 +285,7 @@ def test_progress_counts_the_programs():
         block_size=4,
         table_width=2,
         cache_dtype="float32",
-        shapes=[StepShape(1, 1), StepShape(2, 1), StepShape(1, 1)],
+        shapes=[ONE, StepShape(2, 1), ONE],
         progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 2), (2, 2)]

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glmjax.kernels.grouped_matmul import group_by_expert, group_by_expert_numpy, grouped_apply, tile_rows
+from glmjax.kernels.grouped_matmul import grouped_apply
+from glmjax.kernels.grouped_schedule import group_by_expert, group_by_expert_numpy, tile_rows
 
 EXPERTS, WIDTH = 5, 8
 WEIGHTS = np.random.default_rng(0).standard_normal((EXPERTS, WIDTH, WIDTH)).astype(np.float32)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glmjax import codec
+from glmjax.kernels import kv_rows
 from glmjax.kernels.index_scores import index_scores, index_scores_numpy
 
 HEADS, DIM, CONTEXT = 8, 16, 130
@@ -58,7 +58,7 @@ def test_chunk_equals_its_part_of_the_whole(queries):
 @pytest.mark.parametrize("queries", QUERIES)
 def test_key_scale_multiplies_the_score(queries):
     query, weights, keys = inputs(queries)
-    stored, scale = codec.quantize_index_key(jnp.asarray(keys))
+    stored, scale = kv_rows.quantize_index_key(jnp.asarray(keys))
     positions = np.full((2, queries), CONTEXT - 1)
     actual = scored(query, weights, stored, scale, jnp.asarray(positions, jnp.int32), EVERY)
     restored = np.asarray(stored, np.float64) * np.asarray(scale, np.float64)[..., None]

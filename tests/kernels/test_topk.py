@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from glmjax.kernels.topk import SORT_ROWS, merge_top_k, select_top_k, top_k_numpy
+from glmjax.errors import ConfigError
+from glmjax.kernels.topk import SORT_ROWS, merge_top_k, select_top_k, top_k, top_k_numpy
 
 K = 64
 LENGTHS = [0, 1, K - 1, K, K + 1, 2 * K, 200]
@@ -120,3 +121,21 @@ def test_twin_agrees_with_a_plain_sort():
     assert top_k_numpy(np.array(scores), 2).tolist() == [[0, 2]]
     assert top_k_numpy(np.array(scores), 3).tolist() == [[0, 2, 4]]
     assert top_k_numpy(np.array(scores), 6).tolist() == [[0, 1, 2, 4, -1, -1]]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_top_k_of_rows_with_lengths_and_nan(rows):
+    scores = np.round(random_scores(rows, 300) * 2)
+    scores[:, 7::11] = np.nan
+    lengths = np.resize([300, 0, 1, 63, 64, 65, 299], rows).astype(np.int32)
+    values, positions = jax.jit(top_k, static_argnums=1)(scores, K, visible=lengths)
+    eligible = np.where(np.isnan(scores) | (np.arange(300) >= lengths[:, None]), -np.inf, scores)
+    expected = top_k_numpy(eligible, K)
+    assert (np.asarray(positions) == expected).all()
+    there = np.take_along_axis(eligible, np.maximum(expected, 0), axis=1)
+    assert (np.asarray(values) == np.where(expected >= 0, there, -np.inf)).all()
+
+
+def test_top_k_says_why_its_kernel_cannot_run():
+    with pytest.raises(ConfigError, match="top_k cannot run its triton kernel: k=4096, the kernel is for 1 to 2048"):
+        top_k(jnp.zeros((1, 8192)), 4096, implementation="triton")

@@ -33,7 +33,7 @@ def make(tokenizer=TOKENIZER.raw, *, next_token=spell, fail_at=None, seed=0, num
             "max_model_len": 48,
             "block_size": 4,
             "num_blocks": 40,
-            "num_lookahead_tokens": num_drafts,
+            "num_speculative_tokens": num_drafts,
             **changes,
         }
     )
@@ -221,8 +221,9 @@ def test_request_ids_are_unique_while_in_use():
     assert again.result().outputs[0].text == "cdefg"
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4])
 def test_abort_at_every_stage_frees_everything(steps):
+    """The prompt takes two steps, and a step's results come with the next."""
     engine = make(max_num_batched_tokens=4)
     deltas = []
     handle = engine.submit(ids("abcdef"), greedy(n=1, max_tokens=20, stop=["zzz"]), "x", on_output=deltas.append)
@@ -232,7 +233,7 @@ def test_abort_at_every_stage_frees_everything(steps):
     assert engine.abort("x")
     finish(engine)
     assert handle.result().outputs[0].finish_reason == "abort"
-    assert handle.result().outputs[0].text == "ghijkl"[: max(0, steps - 1)]  # what was held back comes too
+    assert handle.result().outputs[0].text == "ghijkl"[: max(0, steps - 2)]  # what was held back comes too
     assert [d.finish_reason for d in deltas].count("abort") == 1 and deltas[-1].metrics is handle.metrics
     assert waiting.result().outputs[0].text == "rstuv"
     assert not engine.abort("x") and not engine.abort("never")
@@ -294,9 +295,9 @@ def test_moments_and_counters():
     engine.clock.advance(1)
     finish(engine, lambda: engine.clock.advance(1))
     moments = first.metrics
-    assert (moments.arrival, moments.first_scheduled, moments.first_token) == (0, 1, 1)
-    assert (moments.last_token, moments.finished) == (3, 3)
-    assert (second.metrics.first_scheduled, second.metrics.finished) == (4, 4)
+    assert (moments.arrival, moments.first_scheduled, moments.first_token) == (0, 1, 2)
+    assert (moments.last_token, moments.finished) == (4, 4)
+    assert (second.metrics.first_scheduled, second.metrics.finished) == (5, 6)
     assert second.result().num_cached_tokens == 8
     stats = engine.stats()
     expected = {

@@ -59,9 +59,9 @@ def obey(prefix, vocab_size):
 class SlowRunner(FakeRunner):
     delay = 0.0
 
-    def run(self, plan):
+    def start(self, plan):
         time.sleep(self.delay)
-        return super().run(plan)
+        return super().start(plan)
 
 
 @contextlib.contextmanager

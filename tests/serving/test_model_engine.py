@@ -47,9 +47,12 @@ class Watching:
         self._runner = runner
         self.sizes = set()
 
-    def run(self, plan):
-        self.sizes |= {len(chunk.token_ids) for chunk in plan.chunks}
-        return self._runner.run(plan)
+    def start(self, plan):
+        self.sizes |= {chunk.num_tokens for chunk in plan.chunks}
+        return self._runner.start(plan)
+
+    def finish(self, started):
+        return self._runner.finish(started)
 
     def stats(self):
         return self._runner.stats()

@@ -15,9 +15,10 @@ from small_model import BLOCK, CONFIG, NUM_BLOCKS, finish, make_engine
 
 from glmjax.cache import abstract_cache
 from glmjax.params import num_bytes
-from glmjax.programs import MAX_BANNED, Programs, StepInputs, StepOutputs, StepShape
-from glmjax.serving.plan import Chunk, Plan
+from glmjax.programs import Programs
+from glmjax.serving.plan import Chunk, Plan, Sampled
 from glmjax.serving.runner import ProgramRunner, fill_row, read_row
+from glmjax.step_io import MAX_BANNED, StepInputs, StepOutputs, StepShape
 from glmjax.types import SamplingParams
 
 MOST = 24  # tokens that a request of a random schedule brings forth at most
@@ -231,8 +232,9 @@ def test_the_pool_stays_where_it_is(runner):
     at_start = addresses()
     while engine.has_work:
         passed_in = runner._cache.latent
+        steps = engine.stats()["program_runs"]
         engine.step()
-        assert passed_in.is_deleted() and addresses() == at_start
+        assert passed_in.is_deleted() == (engine.stats()["program_runs"] > steps) and addresses() == at_start
 
 
 def test_live_bytes_stay_the_same_over_steps(runner):
@@ -242,7 +244,9 @@ def test_live_bytes_stay_the_same_over_steps(runner):
     sizes = set()
     while engine.has_work:
         engine.step()
-        sizes.add(sum(x.nbytes for x in jax.live_arrays()))
+        _, started = engine._in_flight or (None, [])
+        outputs = sum(out.nbytes for *_, out in started)
+        sizes.add(sum(x.nbytes for x in jax.live_arrays()) - outputs)
     assert len(sizes) == 1
 
 
@@ -258,6 +262,7 @@ def test_a_larger_pool_adds_nothing_to_a_step_but_itself():
         table_width=small.table_width,
         cache_dtype="float32",
         shapes=[shape],
+        num_slots=small_model.MAX_SLOTS,
     )
     before, after = (p._steps[shape].memory_analysis() for p in (small, large))
     sizes = [num_bytes(abstract_cache(CONFIG, n, BLOCK, "float32")) for n in (NUM_BLOCKS, num_blocks)]
@@ -268,7 +273,7 @@ def test_a_larger_pool_adds_nothing_to_a_step_but_itself():
 
 def test_close_frees_the_pool():
     runner = ProgramRunner(small_model.programs())
-    size = num_bytes(runner._cache)
+    size = num_bytes((runner._cache, runner._state))
     before = sum(x.nbytes for x in jax.live_arrays())
     runner.close()
     assert before - sum(x.nbytes for x in jax.live_arrays()) == size
@@ -278,7 +283,10 @@ def test_close_frees_the_pool():
 
 
 def chunk(token_ids=(5, 6), start=8, seed=0, banned_ids=(), **sampling):
-    return Chunk("a", tuple(token_ids), start, (7, 2), True, SamplingParams(**sampling), seed, banned_ids)
+    return Chunk(
+        "a", tuple(token_ids), start, (7, 2), True, SamplingParams(**sampling), slot=3, limit=16, seed=seed,
+        banned_ids=banned_ids, ban_end=12,
+    )  # fmt: skip
 
 
 def test_a_chunk_fills_its_row_and_no_other():
@@ -293,6 +301,11 @@ def test_a_chunk_fills_its_row_and_no_other():
         "banned": [11, 12] + [-1] * (MAX_BANNED - 2),
         "start": 8,
         "length": 2,
+        "next_token": -1,
+        "limit": 16,
+        "slot": 3,
+        "continues": 0,
+        "ban_end": 12,
         "seed": [3, 5],
         "wants_logprobs": 1,
         **{name: value for name, value in how.items() if name != "logprobs"},
@@ -327,21 +340,28 @@ def test_more_bans_than_fit_are_an_error():
 
 
 def test_a_row_is_read_with_as_many_logprobs_as_were_wanted():
-    top = np.arange(8, dtype=np.int32).reshape(2, 4)
-    out = StepOutputs(np.array([3, 5]), np.array([1, 2]), np.float32([-0.5, -1.5]), top, -top.astype(np.float32))
-    assert read_row(out, 1, chunk()).token_ids == (5,) and read_row(out, 1, chunk()).logprobs == ()
+    top = np.arange(16, dtype=np.int32).reshape(2, 2, 4)
+    out = StepOutputs(
+        count=np.array([2, 1]), drafted=np.array([1, 0]), token=np.array([[3, 4], [5, 6]]),
+        rank=np.array([[1, 2], [3, 4]]), logprob=np.float32([[-0.5, -1.5], [-2.5, -3.5]]),
+        top_ids=top, top_logprobs=-top.astype(np.float32),
+    )  # fmt: skip
+    assert [read_row(out, row, chunk()) for row in (0, 1)] == [Sampled((3, 4), (), 1), Sampled((5,), (), 0)]
     for wanted in (0, 2):
+        first, second = read_row(out, 0, chunk(logprobs=wanted)).logprobs
+        assert (first.logprob, first.rank, first.top) == (-0.5, 1, ((0, -0.0), (1, -1.0))[:wanted])
+        assert (second.logprob, second.rank, second.top) == (-1.5, 2, ((4, -4.0), (5, -5.0))[:wanted])
         (entry,) = read_row(out, 1, chunk(logprobs=wanted)).logprobs
-        assert (entry.logprob, entry.rank, entry.top) == (-1.5, 2, ((4, -4.0), (5, -5.0))[:wanted])
+        assert (entry.logprob, entry.rank, entry.top) == (-2.5, 3, ((8, -8.0), (9, -9.0))[:wanted])
 
 
 def test_only_chunks_that_sample_give_tokens(runner):
     litter(runner)
     ids = tuple(tokens_of(20))
     chunks = [
-        Chunk("part", ids[:16], 0, (0, 1), False, greedy()),
-        Chunk("whole", ids, 0, (2, 3, 4), True, greedy()),
+        Chunk("part", ids[:16], 0, (0, 1), False, greedy(), next_token=ids[16]),
+        Chunk("whole", ids, 0, (2, 3, 4), True, greedy(), slot=1),
     ]
-    first = runner.run(Plan(tuple(chunks)))
-    rest = runner.run(Plan((Chunk("part", ids[16:], 16, (0, 1, 5), True, greedy()),)))
+    first = runner.finish(runner.start(Plan(tuple(chunks))))
+    rest = runner.finish(runner.start(Plan((Chunk("part", ids[16:], 16, (0, 1, 5), True, greedy()),))))
     assert set(first) == {"whole"} and first["whole"] == rest["part"]

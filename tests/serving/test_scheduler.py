@@ -1,5 +1,7 @@
 """The scheduler with a runner that reads the KV back: any schedule gives what each request gives alone."""
 
+import collections
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from glmjax.errors import ConfigError, RequestError
 from glmjax.serving.fake import FakeRunner, default_next_token
 from glmjax.serving.plan import Sampled
 from glmjax.serving.request import Request, Status, banned_ids, complete
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.scheduler import ACCEPTED_AT, Scheduler, SchedulerConfig
 from glmjax.types import SamplingParams
 
 VOCAB = 31
@@ -25,7 +27,7 @@ def make(eos=(), **changes):
         **changes,
     }
     scheduler = Scheduler(SchedulerConfig(**config), eos)
-    runner = FakeRunner(config["block_size"], VOCAB, num_drafts=config.get("num_lookahead_tokens", 0))
+    runner = FakeRunner(config["block_size"], VOCAB, num_drafts=config.get("num_speculative_tokens", 0))
     return scheduler, runner
 
 
@@ -55,7 +57,7 @@ def step(scheduler, runner, between=lambda: None):
     scheduler.check()
     assert bool(plan.chunks) == scheduler.has_work
     assert plan.num_tokens <= scheduler.config.max_num_batched_tokens
-    out = runner.run(plan)
+    out = runner.finish(runner.start(plan))
     between()
     scheduler.check()
     updates = scheduler.commit(plan, out)
@@ -109,9 +111,9 @@ def test_decodes_and_prefill_share_one_budget():
     step(scheduler, runner)
     scheduler.add(request("b", range(12), 8))
     shapes = [[(c.request_id, c.start, c.end, c.samples) for c in step(scheduler, runner)[0].chunks] for _ in range(3)]
-    assert shapes[0] == [("a", 2, 3, True), ("b", 0, 5, False)]
-    assert shapes[1] == [("a", 3, 4, True), ("b", 5, 10, False)]
-    assert shapes[2] == [("a", 4, 5, True), ("b", 10, 12, True)]
+    assert shapes[0] == [("a", 2, 2, True), ("b", 0, 5, False)]
+    assert shapes[1] == [("a", 3, 3, True), ("b", 5, 10, False)]
+    assert shapes[2] == [("a", 4, 4, True), ("b", 10, 12, True)]
 
 
 def test_the_last_to_arrive_is_preempted_and_resumes_at_the_front():
@@ -144,7 +146,7 @@ def test_priority_preempts_and_admits_by_priority_then_arrival():
 @pytest.mark.parametrize("length", [n * 4 + d for n in (1, 2, 5) for d in (-1, 0, 1)])
 @pytest.mark.parametrize("lookahead", [0, 3])
 def test_a_repeated_prompt_hits_all_but_what_must_be_computed(length, lookahead):
-    scheduler, runner = make(num_lookahead_tokens=lookahead)
+    scheduler, runner = make(num_speculative_tokens=lookahead)
     prompt = [(i * i) % VOCAB for i in range(length)]
     results = []
     for name in ("cold", "warm", "hot"):
@@ -204,23 +206,24 @@ def test_preempted_request_keeps_its_first_hit():
 
 
 def test_drafts_past_the_limit_find_no_slot_and_harm_nobody():
-    scheduler, runner = make(num_lookahead_tokens=3, num_blocks=3, block_size=4)
+    scheduler, runner = make(num_speculative_tokens=3, num_blocks=3, block_size=4)
     scheduler.add(one := request("a", [1, 2, 3, 4, 5], 8))  # horizon: 12 positions, the whole pool
     assert run(scheduler, runner)["a"] == alone(one)
 
 
 def test_accepted_drafts_are_computed_and_have_slots_across_a_block_edge():
-    scheduler, runner = make(num_lookahead_tokens=3, block_size=4)
+    scheduler, runner = make(num_speculative_tokens=3, block_size=4)
     scheduler.add(request("a", [1, 2, 3], 20))
     first, updates = step(scheduler, runner)
-    assert (len(first.chunks[0].blocks), len(updates[0].token_ids)) == (2, 4)
+    assert (len(first.chunks[0].blocks), len(updates[0].token_ids)) == (2, 1)  # 3 tokens, 2 drafts of the MTP layer
     (chunk,) = step(scheduler, runner)[0].chunks
-    assert (chunk.start, len(chunk.token_ids)) == (6, 1)
+    assert (chunk.start, chunk.token_ids, chunk.num_tokens) == (3, (), 4)
+    assert len(chunk.blocks) == 3  # 3 + 4 tokens, 2 drafts
 
 
 def test_min_tokens_is_the_same_with_drafts():
     plain, runner = make(EOS)
-    drafted, drafting = make(EOS, num_lookahead_tokens=3)
+    drafted, drafting = make(EOS, num_speculative_tokens=3)
     for prompt in range(VOCAB):
         for scheduler in (plain, drafted):
             scheduler.add(request(f"r{prompt}", [prompt, 2], 12, min_tokens=5))
@@ -240,10 +243,77 @@ def test_what_can_never_fit_is_refused_with_its_sizes():
 
 
 def test_a_runner_may_not_return_more_than_its_drafts():
-    scheduler, _ = make()
+    scheduler, runner = make(num_speculative_tokens=2)
     scheduler.add(request("a", [1]))
-    with pytest.raises(RuntimeError, match="2 tokens came back"):
+    with pytest.raises(RuntimeError, match="2 tokens came back for a, and there may be 1 to 1"):
         scheduler.commit(scheduler.schedule(), {"a": Sampled((1, 2))})
+    scheduler, runner = make(num_speculative_tokens=2)
+    scheduler.add(request("a", [1]))
+    step(scheduler, runner)
+    with pytest.raises(RuntimeError, match="4 tokens came back for a, and there may be 1 to 3"):
+        scheduler.commit(scheduler.schedule(), {"a": Sampled((1, 2, 3, 4))})
+
+
+# A plan is made before the results of the one before are in.
+
+
+def test_a_request_goes_on_before_its_token_is_known():
+    scheduler, runner = make(num_speculative_tokens=2)
+    scheduler.add(request("a", [1, 2], 9))
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    scheduler.check()
+    (chunk,) = second.chunks
+    assert (chunk.token_ids, chunk.start, chunk.most) == ((), 2, 3)
+    tokens = []
+    for plan, started in [(plan, runner.start(plan)) for plan in (first, second)]:
+        for update in scheduler.commit(plan, runner.finish(started)):
+            tokens += update.token_ids
+        scheduler.check()
+    assert [*tokens, *run(scheduler, runner)["a"]] == alone(request("a", [1, 2], 9))
+
+
+def test_no_step_is_planned_for_a_request_whose_last_token_is_on_its_way():
+    scheduler, runner = make()
+    scheduler.add(request("a", [1, 2], 2))
+    plans = [scheduler.schedule() for _ in range(3)]
+    assert [len(plan.chunks) for plan in plans] == [1, 1, 0]
+    for plan in plans:
+        scheduler.commit(plan, runner.finish(runner.start(plan)))
+    assert not scheduler.has_work
+
+
+def test_what_a_step_in_flight_brings_for_a_request_that_lost_its_blocks_is_passed_over():
+    scheduler, runner = make(num_blocks=4, block_size=2, enable_prefix_caching=False)
+    for name, prompt in (("a", [1, 2]), ("b", [3, 4])):
+        scheduler.add(request(name, prompt, 6))
+    outputs: dict[str, list[int]] = {}
+    before = None
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        started = runner.start(plan)
+        lost = {r.request_id for r in scheduler.waiting}
+        if before is not None:
+            for update in scheduler.commit(before[0], runner.finish(before[1])):
+                assert update.request.request_id not in lost
+                outputs.setdefault(update.request.request_id, []).extend(update.token_ids)
+        before = plan, started
+    assert scheduler.num_preemptions > 0
+    assert outputs == {n: alone(request(n, p, 6)) for n, p in (("a", [1, 2]), ("b", [3, 4]))}
+
+
+def test_drafts_are_counted_by_position():
+    scheduler, runner = make(num_speculative_tokens=3)
+    scheduler.add(request("a", [1, 2, 3], 20))
+    run(scheduler, runner)
+    gauges = scheduler.gauges()
+    by_position = [gauges[f"{ACCEPTED_AT}{i}"] for i in range(3)]
+    assert by_position == sorted(by_position, reverse=True) and by_position[2] > 0
+    assert gauges["num_accepted_tokens"] == sum(by_position)
+    # The first token came from the prompt, and each step brought one besides the accepted drafts.
+    assert 1 + gauges["num_drafts"] + gauges["num_accepted_tokens"] >= 20
+    assert gauges["num_drafts"] <= gauges["num_draft_tokens"] <= 3 * gauges["num_drafts"]
+    assert not any("draft" in name or "accepted" in name for name in make()[0].gauges())
 
 
 @pytest.mark.parametrize(
@@ -253,7 +323,8 @@ def test_a_runner_may_not_return_more_than_its_drafts():
         {"num_blocks": 0},
         {"max_model_len": 1},
         {"max_prefill_chunk": 0},
-        {"num_lookahead_tokens": -1},
+        {"num_speculative_tokens": -1},
+        {"num_speculative_tokens": 16},
         {"policy": "lifo"},
     ],
 )
@@ -311,10 +382,10 @@ CONFIGS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "policy": st.sampled_from(["fcfs", "priority"]),
         "max_prefill_chunk": st.none() | st.integers(1, 5),
-        "num_lookahead_tokens": st.sampled_from([0, 0, 1, 3]),
+        "num_speculative_tokens": st.sampled_from([0, 0, 1, 3, 7]),
         "max_model_len": st.integers(12, 40),
     }
-)
+).map(lambda c: c | {"max_num_batched_tokens": max(c["max_num_batched_tokens"], c["num_speculative_tokens"] + 1)})
 
 
 SPECS = st.fixed_dictionaries(
@@ -354,9 +425,11 @@ def made_from(spec, name, config):
 
 
 @settings(max_examples=250, deadline=None)
-@given(CONFIGS, st.lists(SPECS, min_size=1, max_size=9))
-def test_any_schedule_gives_what_each_request_gives_alone(config, specs):
+@given(CONFIGS, st.lists(SPECS, min_size=1, max_size=9), st.integers(0, 2))
+def test_any_schedule_gives_what_each_request_gives_alone(config, specs, ahead):
+    """``ahead``: plans started before the results of one are entered."""
     scheduler, runner = make(EOS, **config)
+    in_flight = collections.deque()
     known = {f"r{i}": made_from(spec, f"r{i}", config) for i, spec in enumerate(specs)}
     arrives = {name: spec["arrives"] for name, spec in zip(known, specs, strict=True)}
     aborts = {name: spec["aborted"] for name, spec in zip(known, specs, strict=True)}
@@ -373,9 +446,16 @@ def test_any_schedule_gives_what_each_request_gives_alone(config, specs):
         for name in [n for n, when in arrives.items() if when == number]:
             scheduler.add(known[name])
         abort((number, False))
-        _, updates = step(scheduler, runner, between=lambda n=number: abort((n, True)))
-        for update in updates:
-            outputs.setdefault(update.request.request_id, []).extend(update.token_ids)
+        plan = scheduler.schedule()
+        scheduler.check()
+        assert plan.chunks or in_flight or not scheduler.has_work
+        in_flight.append((plan, runner.start(plan)))
+        abort((number, True))
+        if len(in_flight) > ahead:
+            plan, started = in_flight.popleft()
+            for update in scheduler.commit(plan, runner.finish(started)):
+                outputs.setdefault(update.request.request_id, []).extend(update.token_ids)
+            scheduler.check()
         if number > 12 and not scheduler.has_work:
             break
     assert not scheduler.has_work

@@ -1,0 +1,46 @@
+"""A linear layer with a block-FP8 weight (spec/model.md 3.2)."""
+
+import math
+
+import jax
+
+from glmjax.kernels.block_fp8 import dequantize, matmul, take
+from glmjax.kernels.choose import Implementation, choose
+from glmjax.kernels.grouped_matmul import obstacle
+
+
+def block_fp8_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    layer: jax.Array | int | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """x Wᵀ with W = values * scale.
+
+    The jnp form dequantises the weight to x's dtype; the Hopper kernel quantises x to FP8, one scale per token and 128
+    columns, and multiplies FP8 by FP8.
+
+    Args:
+      x: [..., K].
+      values: [R, K] float8_e4m3fn or their bytes as uint8, or a stack [L, R, K] of them.
+      scale: [(L,) ceil(R / 128), ceil(K / 128)] float32.
+      layer: which of the stack. The kernel reads it where it is; indexing first would copy it.
+
+    Returns:
+      [..., R] in x's dtype.
+
+    Raises:
+      ConfigError: the Hopper kernel is insisted on and cannot take these shapes.
+    """
+    *lead, K = x.shape
+    problem = obstacle(x, values, fp8=True)
+    if choose("block_fp8_matmul", implementation, kernel="hopper", obstacle=problem) == "hopper":
+        from glmjax.kernels.grouped_matmul_hopper import linear
+
+        out = linear(x.reshape(math.prod(lead), K), values, scale, layer=0 if layer is None else layer)
+        return out.reshape(*lead, -1)
+    if layer is not None:
+        values, scale = take(values, layer), scale[layer]
+    return matmul(x, dequantize(values, scale, x.dtype))

@@ -1,0 +1,329 @@
+"""Lists of candidates for an exact top-k, in Triton: what the streaming kernels of top-k and of the indexer share.
+
+Rows are cut into parts so that all multiprocessors work, and a program streams the scores of one part. It appends those
+that reach a threshold, with their positions, to a list; when the list is nearly full it keeps the k best and raises the
+threshold, which is found by bisecting the bits of the floats.
+
+    scores of parts  ->  lists, each in order of position  ->  drop_below  ->  merge_parts  ->  the k best in order
+
+A list is always in order of position and no atomics are used. Of equal scores the first seen wins, because a later one
+has to exceed the k-th best and not just equal it. So the result is exact and deterministic, and ties go to the lowest
+position; sorted or tied scores cost time, never exactness.
+
+Parts tell each other how far they are: whenever a part has seen twice as much as before, it publishes the worst of its
+share of the k best so far. When every part has published, k scores of the row are as good as the worst published one,
+so nothing below it can be among the k best. A stale or missing value makes the threshold lower and the work longer, not
+the result another.
+"""
+
+# mypy: allow-untyped-defs
+# (Triton's language has types of its own.)
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from glmjax.kernels.roofline import MULTIPROCESSORS
+from glmjax.kernels.triton_call import triton_call
+
+# A candidate is one int64, the float's bits above and the position below: one store adds it to a list. (JAX has no
+# int64 by default: outside, a list is an array of pairs of int32.) `least` is the smallest score that enters a list.
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: -inf and NaN never enter
+MISSING = tl.constexpr(-2147483648)  # below every ordered score
+
+MERGE_CAPACITY, MERGE_BLOCK, MERGE_WARPS = 4096, 1024, 16  # what a row's parts leave is little more than k
+
+
+@triton.jit
+def pack(score, position):
+    return (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | position.to(tl.int64)
+
+
+@triton.jit
+def score_of(candidate):
+    return (candidate >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ordered(score):
+    """int32 that compare as the scores do, -0 equal to 0."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def unordered(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def threshold_for(keys, k):
+    """A t with at least k keys >= t and at most k above it; MISSING if there are fewer than k.
+
+    Bit by bit from the top, until t is the k-th largest key or just k keys are left.
+    """
+    t, bit, count = tl.full((), MISSING, tl.int32), tl.full((), 31, tl.int32), tl.full((), 0, tl.int32)
+    while (bit >= 0) & (count != k):
+        candidate = t + (tl.full((), 1, tl.int32) << bit)  # the first step wraps from the least integer to 0
+        at_least = tl.sum((keys >= candidate).to(tl.int32), 0)
+        t = tl.where(at_least >= k, candidate, t)
+        count = tl.where(at_least >= k, at_least, count)
+        bit -= 1
+    return t
+
+
+@triton.jit
+def load_keys(list_ptr, count, SIZE: tl.constexpr):
+    """Ordered scores of a list, MISSING after its end."""
+    tl.debug_barrier()  # other threads have written the list
+    i = tl.arange(0, SIZE)
+    return tl.where(i < count, ordered(score_of(tl.load(list_ptr + i))), MISSING)  # no mask, so that loads are wide
+
+
+@triton.jit
+def keep_best(list_ptr, count, least, K: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr):
+    """Shortens a list to its K best, in place; the new count, and the score that a later one has to reach."""
+    if count > K:
+        all_keys = load_keys(list_ptr, count, CAPACITY)
+        threshold = threshold_for(all_keys, K)
+        room = K - tl.sum((all_keys > threshold).to(tl.int32), 0)  # for those equal to the threshold
+        end, count = count, tl.full((), 0, tl.int32)
+        i = tl.arange(0, STEP)
+        for start in range(0, end, STEP):
+            candidates = tl.load(list_ptr + start + i)
+            keys = tl.where(start + i < end, ordered(score_of(candidates)), MISSING)
+            above, equal = (keys > threshold).to(tl.int32), (keys == threshold).to(tl.int32)
+            counts = tl.cumsum(above + (equal << 16), 0)  # two counts below 2^15 in one scan
+            among_equals = counts >> 16
+            chosen = above + equal * (among_equals <= room).to(tl.int32)
+            place = count + (counts & 0xFFFF) + tl.minimum(among_equals, room) - 1
+            tl.debug_barrier()  # a place may be one that was read just now
+            tl.store(list_ptr + place, candidates, mask=chosen > 0)
+            count += tl.sum(chosen, 0)
+            room = tl.maximum(room - tl.sum(equal, 0), 0)
+        least = unordered(threshold + 1)
+    return count, least
+
+
+@triton.jit
+def make_room(list_ptr, count, least, room, K: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr):
+    """Shortens a list that has fewer free places than asked for."""
+    if count > CAPACITY - room:
+        count, least = keep_best(list_ptr, count, least, K, CAPACITY, STEP)
+    return count, least
+
+
+@triton.jit
+def append(list_ptr, count, scores, positions, enters):
+    """Adds scores to a list in their order; the new count."""
+    place = count + tl.cumsum(enters.to(tl.int32), 0) - 1
+    tl.store(list_ptr + place, pack(scores, positions), mask=enters)
+    return count + tl.sum(enters.to(tl.int32), 0)
+
+
+@triton.jit
+def part_size_of(extent, parts, BLOCK: tl.constexpr):
+    """Scores of a part of a row with so many scores: whole blocks, as many to each part."""
+    return tl.cdiv(tl.cdiv(extent, parts), BLOCK) * BLOCK
+
+
+@triton.jit
+def publish(published_ptr, list_ptr, count, length, visible, K: tl.constexpr, CAPACITY: tl.constexpr):
+    """Tells the other parts the worst of this part's share of the K best, if it has as many; 0 is nothing yet."""
+    share = (K * length.to(tl.int64) + visible - 1) // visible
+    key = threshold_for(load_keys(list_ptr, count, CAPACITY), share.to(tl.int32))
+    before = tl.load(published_ptr) ^ MISSING  # better if what this part has was below the floor
+    tl.store(published_ptr, tl.maximum(key, before) ^ MISSING)
+
+
+@triton.jit
+def floor_of(published_ptr, visible, parts, part_size, PARTS_PADDED: tl.constexpr):
+    """The score that the K best of a row all reach, as far as its parts have published."""
+    p = tl.arange(0, PARTS_PADDED)
+    in_use = (p < parts) & (p * part_size < visible)
+    keys = tl.load(published_ptr + p, mask=in_use, other=-1, volatile=True) ^ MISSING
+    worst = tl.min(keys, 0)
+    return tl.where(worst == MISSING, LOWEST, unordered(worst))
+
+
+@triton.jit
+def write_best(list_ptr, count, scores_ptr, positions_ptr, K: tl.constexpr, K_PADDED: tl.constexpr):
+    """Writes a list of at most K candidates, missing ones (-inf, -1) last."""
+    tl.debug_barrier()
+    i = tl.arange(0, K_PADDED)
+    best = tl.load(list_ptr + i)
+    tl.store(scores_ptr + i, tl.where(i < count, score_of(best), float("-inf")), mask=i < K)
+    tl.store(positions_ptr + i, tl.where(i < count, best.to(tl.int32), -1), mask=i < K)
+
+
+@triton.jit
+def drop_below(
+    lists_ptr, counts_ptr, published_ptr, visible_ptr, extents_ptr, parts,
+    K: tl.constexpr, PARTS_PADDED: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Shortens every part's list to what may be among the row's K best, in place. Grid (rows, parts)."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    one = row * parts + part
+    list_ptr = lists_ptr.to(tl.pointer_type(tl.int64)) + one * CAPACITY
+    part_size = part_size_of(tl.load(extents_ptr + row), parts, BLOCK)
+    least = floor_of(published_ptr + row * parts, tl.load(visible_ptr + row), parts, part_size, PARTS_PADDED)
+    end, count = tl.load(counts_ptr + one), tl.full((), 0, tl.int32)
+    i = tl.arange(0, STEP)
+    for start in range(0, end, STEP):
+        candidates = tl.load(list_ptr + start + i)
+        enters = (start + i < end) & (score_of(candidates) >= least)
+        tl.debug_barrier()  # a place may be one that was read just now
+        count = append(list_ptr, count, score_of(candidates), candidates.to(tl.int32), enters)
+    count, least = keep_best(list_ptr, count, least, K, CAPACITY, STEP)
+    tl.store(counts_ptr + one, count)
+
+
+@triton.jit
+def merge_parts(
+    lists_ptr, counts_ptr, parts, list_ptr, scores_ptr, positions_ptr,
+    K: tl.constexpr, K_PADDED: tl.constexpr, PARTS_PADDED: tl.constexpr, PART_CAPACITY: tl.constexpr,
+    CAPACITY: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The K best of one row's parts. Grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    lists_ptr = lists_ptr.to(tl.pointer_type(tl.int64)) + row * parts * PART_CAPACITY
+    list_ptr = list_ptr.to(tl.pointer_type(tl.int64)) + row * CAPACITY
+    counts_ptr += row * parts
+    p = tl.arange(0, PARTS_PADDED)
+    size = tl.sum(tl.load(counts_ptr + p, mask=p < parts, other=0), 0)
+    i = tl.arange(0, BLOCK)
+    count, least = tl.full((), 0, tl.int32), tl.full((), LOWEST, tl.float32)
+    for start in range(0, size, BLOCK):
+        # Which part the i-th candidate is of, and how many there are in the parts before.
+        part, before, through = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.full((), 0, tl.int32)
+        for one in range(parts):
+            through += tl.load(counts_ptr + one)
+            later = start + i >= through
+            part += later.to(tl.int32)
+            before = tl.where(later, through, before)
+        inside = start + i < size
+        candidates = tl.load(lists_ptr + part * PART_CAPACITY + (start + i - before), mask=inside, other=0)
+        count, least = make_room(list_ptr, count, least, BLOCK, K, CAPACITY, STEP)
+        scores = score_of(candidates)
+        count = append(list_ptr, count, scores, candidates.to(tl.int32), inside & (scores >= least))
+    count, least = keep_best(list_ptr, count, least, K, CAPACITY, STEP)
+    write_best(list_ptr, count, scores_ptr + row * K, positions_ptr + row * K, K, K_PADDED)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """How rows are cut, and the lists of their parts.
+
+    Attributes:
+      rows: N.
+      parts: of each row, which they share evenly whatever the row's length.
+      block: parts are of whole blocks of so many scores.
+      k: how many are chosen.
+      capacity: of a part's list.
+    """
+
+    rows: int
+    parts: int
+    block: int
+    k: int
+    capacity: int
+
+    @classmethod
+    def cut(cls, rows: int, size: int, *, groups: int, block: int, k: int, capacity: int) -> "Parts":
+        """Up to two programs for every multiprocessor, but of rows of full size no parts smaller than k.
+
+        Args:
+          size: of the longest row.
+          groups: programs that the rows take for one part.
+        """
+        parts = max(1, min(2 * MULTIPROCESSORS // groups, size // max(k, block)))
+        return cls(rows, parts, block, k, capacity)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Parameters of every kernel over parts."""
+        return {
+            "K": self.k,
+            "PARTS_PADDED": next_power_of_two(self.parts),
+            "CAPACITY": self.capacity,
+            "STEP": min(512, self.capacity),
+            "BLOCK": self.block,
+        }
+
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Of a kernel that fills lists: what the parts published, their lists, and how long these are."""
+        return (
+            jax.ShapeDtypeStruct((self.rows, self.parts), jnp.int32),
+            jax.ShapeDtypeStruct((self.rows, self.parts, self.capacity, 2), jnp.int32),
+            jax.ShapeDtypeStruct((self.rows, self.parts), jnp.int32),
+        )
+
+    def bytes(self, size: int, early: int) -> int:
+        """Of the candidates, each written once and read once, and of the result, for full rows in random order.
+
+        What shortening a list reads and writes again is not counted: it is there in the cache.
+        """
+        entered = count = 0.0
+        rate, due = 1.0, early
+        for seen in range(64, size // self.parts + 1, 64):
+            entered, count = entered + rate * 64, count + rate * 64
+            if count > self.capacity - (self.capacity - self.k) // 4:
+                count, rate = self.k, min(rate, self.k / seen)
+            if self.parts > 1 and seen >= due:
+                rate, due = min(rate, self.k / self.parts / seen), 2 * due
+        return self.rows * (16 * self.parts * int(entered) + 8 * self.k)
+
+
+def nothing_published(parts: Parts) -> jax.Array:
+    return jnp.zeros((parts.rows, parts.parts), jnp.int32)
+
+
+def merge_lists(
+    parts: Parts,
+    published: jax.Array,
+    lists: jax.Array,
+    counts: jax.Array,
+    visible: jax.Array,
+    extents: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The k best of each row in order of position.
+
+    Args:
+      published, lists, counts: what the kernel that fills the lists gives.
+      visible, extents: [rows] int32, how many scores a row has, and how many its parts share.
+
+    Returns:
+      scores [rows, k] float32 and positions [rows, k] int32, missing ones (-inf, -1) last.
+    """
+    if parts.parts > 1:
+        lists, counts = triton_call(
+            lists, counts, published, visible, extents, parts.parts,
+            kernel=drop_below,
+            results=parts.results[1:],
+            in_place={0: 0, 1: 1},
+            grid=(parts.rows, parts.parts),
+            num_warps=4,
+            **parts.constants,
+        )  # fmt: skip
+    _, scores, positions = triton_call(
+        lists, counts, parts.parts,
+        kernel=merge_parts,
+        results=(
+            jax.ShapeDtypeStruct((parts.rows, MERGE_CAPACITY, 2), jnp.int32),
+            jax.ShapeDtypeStruct((parts.rows, parts.k), jnp.float32),
+            jax.ShapeDtypeStruct((parts.rows, parts.k), jnp.int32),
+        ),
+        grid=(parts.rows,),
+        num_warps=MERGE_WARPS,
+        K=parts.k, K_PADDED=next_power_of_two(parts.k), PARTS_PADDED=next_power_of_two(parts.parts),
+        PART_CAPACITY=parts.capacity, CAPACITY=MERGE_CAPACITY, STEP=MERGE_BLOCK // 2, BLOCK=MERGE_BLOCK,
+    )  # fmt: skip
+    return scores, positions
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,252 @@
+"""kv_insert for Hopper, in Triton: one kernel quantises a layer's new rows and scatters them to the pools.
+
+A program takes a few tokens and one part of their rows: a tile of 128 latents, the rotary key, or the index key. A
+tile has one scale, so programs share nothing; threads load 16 bytes, and a row's maximum is found by shuffles.
+
+             part 0    part 1    part 2    part 3    part 4   part 5
+    token  | latent tiles of 128, each with its scale | rope | index key |
+                |                                        |        |
+           fp8 to latent[layer, slot], scale beside      bf16     fp8 to index_key[indexer, slot], scale beside
+
+It is Triton and not Mosaic GPU because every row goes to an address of its own, by a few bytes: there is nothing for
+bulk copies to do.
+"""
+
+# mypy: allow-untyped-defs
+# (Triton's language has types of its own.)
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax.typing import DTypeLike
+
+from glmjax.kernels.kv_rows import FLOOR, FP8_MAX, INDEX_FIELDS, LATENT_TILE, MLA_FIELDS, Arrays
+from glmjax.kernels.report_case import Case
+from glmjax.kernels.triton_call import triton_call
+
+Shapes = Mapping[str, jax.Array | jax.ShapeDtypeStruct]
+
+_FLOOR = tl.constexpr(FLOOR)
+_FP8_MAX = tl.constexpr(FP8_MAX)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Tokens and warps of a program."""
+
+    tokens: int
+    num_warps: int
+
+    @classmethod
+    def for_tokens(cls, num_tokens: int) -> "Tuning":
+        # A warp to a tile while that does not make more programs than an H200 holds at once.
+        return cls(1, 1) if num_tokens <= 512 else cls(16, 4)
+
+
+def kv_insert(
+    pools: Arrays,
+    rows: Arrays,
+    slots: jax.Array,
+    layer: jax.Array | int | None,
+    indexer: jax.Array | int | None,
+) -> dict[str, jax.Array]:
+    """``glmjax.kernels.kv_insert.kv_insert`` on a GPU; -1 slots are not written at all."""
+    names = MLA_FIELDS + INDEX_FIELDS
+    places = (None if place is None else jnp.asarray(place, jnp.int32) for place in (layer, indexer))
+    operands = (slots, *places, *(rows.get(name) for name in names), *(pools.get(name) for name in names))
+    first = len(operands) - len(names)
+    in_place = {first + names.index(name): i for i, name in enumerate(pools)}
+    num_tokens = slots.shape[0]
+    tuning = Tuning.for_tokens(num_tokens)
+    latent, rope, index = (pools[name].shape[2] if name in pools else 0 for name in ("latent", "rope", "index_key"))
+    parts = latent // LATENT_TILE + (rope > 0) + (index > 0)
+    written = triton_call(
+        *operands,
+        num_tokens,
+        next(iter(pools.values())).shape[1],
+        kernel=insert_kernel,
+        results=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools.values()],
+        grid=(triton.cdiv(num_tokens, tuning.tokens), parts),
+        in_place=in_place,
+        num_warps=tuning.num_warps,
+        num_bytes=num_bytes(rows, pools, num_tokens),
+        TOKENS=tuning.tokens,
+        TILES=latent // LATENT_TILE,
+        TILE=LATENT_TILE,
+        ROPE=rope,
+        INDEX=index,
+    )
+    return dict(zip(pools, written, strict=True))
+
+
+@triton.jit
+def insert_kernel(
+    slots,  # [T]
+    layer,  # []
+    indexer,
+    latent,  # rows, [T, width]
+    latent_scale,
+    rope,
+    index_key,
+    index_scale,
+    latent_pool,  # pools, [L or N, S, width]
+    latent_scale_pool,
+    rope_pool,
+    index_key_pool,
+    index_scale_pool,
+    num_tokens,
+    num_slots,
+    TOKENS: tl.constexpr,
+    TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    ROPE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    real = token < num_tokens
+    slot = tl.load(slots + token, mask=real, other=-1)
+    part = tl.program_id(1)
+    if TILES > 0:
+        row = tl.load(layer).to(tl.int64) * num_slots + slot
+        if part < TILES:
+            _write(
+                token,
+                real,
+                row,
+                slot >= 0,
+                part,
+                latent,
+                latent_scale,
+                latent_pool,
+                latent_scale_pool,
+                TILES,
+                TILE,
+                True,
+            )
+        if part == TILES:
+            _write(token, real, row, slot >= 0, 0, rope, None, rope_pool, None, 1, ROPE, True)
+    if INDEX > 0:
+        row = tl.load(indexer).to(tl.int64) * num_slots + slot
+        if part == tl.num_programs(1) - 1:
+            _write(
+                token,
+                real,
+                row,
+                slot >= 0,
+                0,
+                index_key,
+                index_scale,
+                index_key_pool,
+                index_scale_pool,
+                1,
+                INDEX,
+                False,
+            )
+
+
+@triton.jit
+def _write(
+    token,
+    real,
+    row,
+    keep,
+    part,
+    source,
+    source_scale,
+    pool,
+    pool_scale,
+    PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LATENT: tl.constexpr,
+):
+    """Columns part * WIDTH ... of the tokens' rows to those of the pool, with their scale where the pool has one."""
+    column = part * WIDTH + tl.arange(0, WIDTH)
+    # Rows to drop are loaded too: else the load would wait for that of the slots.
+    values = tl.load(source + token.to(tl.int64)[:, None] * (PARTS * WIDTH) + column[None, :], mask=real[:, None])
+    if pool_scale is not None:
+        if source_scale is None:
+            values, scale = _quantize(values, LATENT)
+        else:
+            scale = tl.load(source_scale + token * PARTS + part, mask=real)
+        tl.store(pool_scale + row * PARTS + part, scale, mask=keep)
+    at = row[:, None] * (PARTS * WIDTH) + column[None, :]
+    tl.store(pool + at, values.to(pool.dtype.element_ty), mask=keep[:, None])
+
+
+@triton.jit
+def _quantize(values, LATENT: tl.constexpr):
+    """FP8 bytes [tokens, width] and scales [tokens], bit for bit those of ``glmjax.kernels.kv_rows``.
+
+    The bits of floats from 0 to inf and NaN are in order as integers, so one maximum of integers serves all of them.
+    """
+    x = values.to(tl.bfloat16).to(tl.float32)
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    floor = tl.full(largest.shape, _FLOOR, tl.float32).to(tl.int32, bitcast=True)
+    if LATENT:  # at least 1e-4 as a scale
+        least = tl.math.div_rn(largest.to(tl.float32, bitcast=True), _FP8_MAX).to(tl.int32, bitcast=True)
+        bits = tl.maximum(least & 0x7FFFFFFF, floor)
+    else:  # at least 1e-4 as a value
+        bits = tl.math.div_rn(tl.maximum(largest, floor).to(tl.float32, bitcast=True), _FP8_MAX)
+        bits = bits.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)  # biased, of the power of two at or above
+    exponent = tl.where(bits == 0x7F800000, 127, tl.where(bits > 0x7F800000, 126, exponent))  # as frexp has inf and NaN
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)  # of a power of two: exact
+    y = tl.clamp(x * inverse[:, None], -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
+
+
+def num_bytes(rows: Shapes, pools: Shapes, num_tokens: int) -> int:
+    """Bytes moved: slots and rows read, rows of the pools written."""
+    read = sum(x.size * x.dtype.itemsize for x in rows.values())
+    written = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in pools.values())
+    return read + num_tokens * (written + 4)
+
+
+def cases() -> tuple[Case, ...]:
+    """GLM-5.3's rows: of a layer, with an indexer or without; one decode step of 8 requests with drafts, a prefill."""
+    found = []
+    for tokens in (8, 32, 8192):
+        for dtype in ("fp8", "bf16"):
+            found.append(_case(f"T={tokens} latent, rope, index key {dtype}", tokens, dtype))
+    return tuple(found)
+
+
+def _case(shape: str, tokens: int, dtype: str, slots: int = 1 << 18) -> Case:
+    def array(*dims: int, dtype: DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    rows = {"latent": array(tokens, 512), "rope": array(tokens, 64), "index_key": array(tokens, 128)}
+    value = jnp.uint8 if dtype == "fp8" else jnp.bfloat16
+    pools = {"latent": array(79, slots, 512, dtype=value), "rope": array(79, slots, 64)}
+    pools["index_key"] = array(22, slots, 128, dtype=value)
+    if dtype == "fp8":
+        pools["latent_scale"] = array(79, slots, 4, dtype=jnp.float32)
+        pools["index_scale"] = array(22, slots, dtype=jnp.float32)
+    names = [name for name in MLA_FIELDS + INDEX_FIELDS if name in pools]
+
+    def insert(*arrays: jax.Array) -> list[jax.Array]:
+        held = dict(zip(names, arrays, strict=False))
+        *new, at, layer, indexer = arrays[len(names) :]
+        written = kv_insert(held, dict(zip(rows, new, strict=True)), at, layer, indexer)
+        return [written[name] for name in names]
+
+    arguments = [pools[name] for name in names] + list(rows.values())
+    arguments += [array(tokens, dtype=jnp.int32), array(dtype=jnp.int32), array(dtype=jnp.int32)]
+    return Case(
+        kernel="kv_insert",
+        implementation="triton",
+        shape=shape,
+        function=insert,
+        arguments=tuple(arguments),
+        bytes=num_bytes(rows, pools, tokens),
+        flops=0,
+        arithmetic="float32",
+        donate=tuple(range(len(names))),
+        limits={len(arguments) - 3: slots, len(arguments) - 2: 79, len(arguments) - 1: 22},
+    )

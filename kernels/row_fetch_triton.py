@@ -1,0 +1,193 @@
+"""row_fetch for Hopper, in Triton: 16 bytes to a thread, twice, and as many rows to a program as that makes.
+
+The words of a row are numbered through all its fields. A program loads its rows at once, each word from the field that
+it belongs to, and stores them likewise: every load is under way before the first store, which is what counts where the
+source is host memory, a microsecond or two away. That memory is read in place, by address (zero copy).
+
+It is Triton and not Mosaic GPU because rows are small and stand anywhere: bulk copies of a row at a time would go
+through shared memory, and take rows of multiples of 16 bytes only.
+"""
+
+# mypy: allow-untyped-defs
+# (Triton's language has types of its own.)
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax.typing import DTypeLike
+
+from glmjax.kernels.report_case import Case
+from glmjax.kernels.row_format import MAX_FIELDS, WORD, HostRows, row_bytes
+from glmjax.kernels.triton_call import triton_call
+
+NUM_WARPS = 4
+PROGRAM_WORDS = 2 * 4 * 32 * NUM_WARPS  # two loads of 16 bytes a thread
+
+
+def row_fetch(
+    targets: tuple[jax.Array, ...],
+    sources: tuple[jax.Array, ...] | HostRows,
+    target_rows: jax.Array,
+    source_rows: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """``glmjax.kernels.row_fetch.row_fetch`` on a GPU."""
+    if isinstance(sources, HostRows):
+        fields: tuple[jax.Array, ...] = (jnp.asarray(sources.address),)
+        source_words = [sources.row_bytes // WORD]
+    else:
+        fields, source_words = sources, _words(sources)
+    num_rows, width = source_rows.shape[0], sum(source_words)
+    words = min(triton.next_power_of_2(width), PROGRAM_WORDS)
+    rows = PROGRAM_WORDS // words
+    none = (None,) * MAX_FIELDS
+    operands = (source_rows, target_rows, *(*fields, *none)[:MAX_FIELDS], *(*targets, *none)[:MAX_FIELDS])
+    first = len(operands) - MAX_FIELDS
+    written = triton_call(
+        *operands,
+        num_rows,
+        kernel=copy_kernel,
+        results=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in targets],
+        grid=(triton.cdiv(num_rows, rows), triton.cdiv(width, words)),
+        in_place={first + i: i for i in range(len(targets))},
+        num_warps=NUM_WARPS,
+        num_bytes=num_bytes(num_rows, WORD * width),
+        ROWS=rows,
+        WORDS=words,
+        **_numbered("SOURCE", source_words),
+        **_numbered("TARGET", _words(targets)),
+        HOST=isinstance(sources, HostRows),
+    )
+    return tuple(written)
+
+
+@triton.jit
+def copy_kernel(
+    source_rows,  # [N]
+    target_rows,
+    source0,  # fields; with HOST the address of the one, in two halves
+    source1,
+    source2,
+    target0,
+    target1,
+    target2,
+    num_rows,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,  # of a row, or of the part of a large one that a program copies
+    SOURCE0: tl.constexpr,  # words of the fields, 0 for those that are not there
+    SOURCE1: tl.constexpr,
+    SOURCE2: tl.constexpr,
+    TARGET0: tl.constexpr,
+    TARGET1: tl.constexpr,
+    TARGET2: tl.constexpr,
+    HOST: tl.constexpr,
+):
+    at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    source = tl.load(source_rows + at, mask=at < num_rows, other=-1).to(tl.int64)[:, None]
+    target = tl.load(target_rows + at, mask=at < num_rows, other=-1).to(tl.int64)[:, None]
+    keep = (source >= 0) & (target >= 0)
+    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
+    if HOST:
+        address = tl.load(source0).to(tl.uint64) | (tl.load(source0 + 1).to(tl.uint64) << 32)
+        pool = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
+        data = _load(pool, source, word, keep, 0, SOURCE0)
+    else:
+        data = _load(source0, source, word, keep, 0, SOURCE0)
+    if SOURCE1 > 0:  # words outside a field load as 0
+        data |= _load(source1, source, word, keep, SOURCE0, SOURCE1)
+    if SOURCE2 > 0:
+        data |= _load(source2, source, word, keep, SOURCE0 + SOURCE1, SOURCE2)
+    _store(target0, target, word, keep, data, 0, TARGET0)
+    if TARGET1 > 0:
+        _store(target1, target, word, keep, data, TARGET0, TARGET1)
+    if TARGET2 > 0:
+        _store(target2, target, word, keep, data, TARGET0 + TARGET1, TARGET2)
+
+
+@triton.jit
+def _load(field, row, word, keep, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    inside = keep & (word >= FIRST) & (word < FIRST + WIDTH)
+    return tl.load(field.to(tl.pointer_type(tl.uint32), bitcast=True) + row * WIDTH + (word - FIRST), inside, other=0)
+
+
+@triton.jit
+def _store(field, row, word, keep, data, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    inside = keep & (word >= FIRST) & (word < FIRST + WIDTH)
+    tl.store(field.to(tl.pointer_type(tl.uint32), bitcast=True) + row * WIDTH + (word - FIRST), data, inside)
+
+
+def _words(fields: tuple[jax.Array, ...]) -> list[int]:
+    return [row_bytes(field) // WORD for field in fields]
+
+
+def _numbered(name: str, values: list[int]) -> dict[str, int]:
+    return {f"{name}{i}": value for i, value in enumerate((values + [0] * MAX_FIELDS)[:MAX_FIELDS])}
+
+
+def num_bytes(num_rows: int, size: int) -> int:
+    """Bytes moved for rows of this size: the two lists and the rows read, the rows written."""
+    return num_rows * (2 * size + 8)
+
+
+@dataclass(frozen=True)
+class _Format:
+    """A row of GLM-5.3 as the device pools hold it: field widths and dtypes."""
+
+    name: str
+    fields: tuple[tuple[int, DTypeLike], ...]
+
+    @property
+    def size(self) -> int:
+        return sum(width * jnp.dtype(dtype).itemsize for width, dtype in self.fields)
+
+
+FP8 = _Format("fp8", ((512, jnp.uint8), (4, jnp.float32), (64, jnp.bfloat16)))
+BF16 = _Format("bf16", ((512, jnp.bfloat16), (64, jnp.bfloat16)))
+
+
+def cases() -> tuple[Case, ...]:
+    """HiSparse's copies of a layer's rows: host to device, packed pool to packed pool, and device to packed."""
+    ways = [(form, way, 2048) for form in (FP8, BF16) for way in ("host", "packed", "pack")]
+    return tuple(_case(*how) for how in [*ways, (FP8, "host", 16384)])
+
+
+def _case(form: _Format, way: str, rows: int, slots: int = 1 << 18) -> Case:
+    layers, size = 79, form.size
+    packed = jax.ShapeDtypeStruct((4 * slots, size), jnp.uint8)
+    fields = tuple(jax.ShapeDtypeStruct((layers, slots, width), dtype) for width, dtype in form.fields)
+    lists = (jax.ShapeDtypeStruct((rows,), jnp.int32),) * 2
+
+    def flat(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(x.reshape(-1, x.shape[-1]) for x in arrays)
+
+    def from_host(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        *pools, address, to, of = arrays
+        written = row_fetch(flat(tuple(pools)), HostRows(address, size), to, of)
+        return tuple(new.reshape(pool.shape) for new, pool in zip(written, pools, strict=True))
+
+    def to_packed(target: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        *sources, to, of = arrays
+        return row_fetch((target,), flat(tuple(sources)), to, of)
+
+    arguments = {
+        "host": (*fields, jax.ShapeDtypeStruct((2,), jnp.uint32), *lists),
+        "packed": (packed, packed, *lists),
+        "pack": (packed, *fields, *lists),
+    }[way]
+    words = {"host": "host to fields", "packed": "packed to packed", "pack": "fields to packed"}[way]
+    return Case(
+        kernel="row_fetch",
+        implementation="triton",
+        shape=f"N={rows} rows of {size} B {words}",
+        function=from_host if way == "host" else to_packed,
+        arguments=arguments,
+        bytes=num_bytes(rows, size) - (rows * size if way == "host" else 0),
+        flops=0,
+        arithmetic="float32",
+        host_bytes=rows * size if way == "host" else 0,
+        donate=tuple(range(len(fields))) if way == "host" else (0,),
+        limits={len(arguments) - 2: slots, len(arguments) - 1: slots},
+        host_pools={len(fields): slots * size} if way == "host" else {},
+    )

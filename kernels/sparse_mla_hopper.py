@@ -1,0 +1,159 @@
+"""Sparse MLA on Hopper: what is around the kernel (``sparse_mla_kernel``): how the work is cut, and parts put together.
+
+Prefill has a block for every query and 64 heads. Decode has too few queries for 132 multiprocessors and cuts each one's
+rows into parts, whose outputs, bf16, are merged by log-sum-exp. Those are about as many bytes as the rows, but stay in
+the L2 cache: 8 queries of 64 heads in 17 parts are 9 of its 50 MB.
+
+Why Mosaic GPU and not Triton, both of which compile without spills: beside the queries, Triton's pipeline has room for
+two stages of rows only if tiles are 32 rows. The products for the scores are then 16 columns to a warpgroup and read
+the queries from shared memory four times as often as here. Counted from the operands' bytes at 128 a cycle, that keeps
+it busy for 2,880 cycles with 64 rows instead of 1,152, of about 6,000 and 3,600 in all. With tiles of 64 rows there is
+one stage, and no load has any work beside it.
+"""
+
+import functools
+import heapq
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from glmjax.errors import ConfigError
+from glmjax.kernels.kv_rows import LATENT_TILE
+from glmjax.kernels.report_case import Case
+from glmjax.kernels.roofline import MULTIPROCESSORS
+from glmjax.kernels.sparse_mla_kernel import Config, make_kernel
+from glmjax.kernels.sparse_mla_shapes import HEADS, LATENT, ROPE, TILE, find_obstacle
+
+
+def sparse_mla_hopper(
+    query_latent: jax.Array,
+    query_rope: jax.Array,
+    latent: jax.Array,
+    latent_scale: jax.Array | None,
+    rope: jax.Array,
+    layer: jax.Array | int,
+    rows: jax.Array,
+    *,
+    scale: float,
+    config: Config | None = None,
+    simulate: bool = False,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of each query over its own selected rows of a pool (spec/model.md 2.2, 2.5, 4).
+
+    Args:
+      query_latent: [T, H, 512] bf16; H a multiple of 8 up to 64, or of 64.
+      query_rope: [T, H, 64] bf16.
+      latent: [L, S, 512], uint8 that are float8_e4m3fn values, or bf16.
+      latent_scale: [L, S, 4] float32, of each 128 values; None for bf16.
+      rope: [L, S, 64] bf16.
+      layer: of the pools.
+      rows: [T, K] int32 slots, K a multiple of 64; -1 is skipped. Work follows the last that is not.
+      scale: softmax scale.
+      config: how the work is cut; by default so that the multiprocessors are busy.
+      simulate: replace what interpret mode cannot run (``scattered_rows``, and sums that start at other than zero).
+      interpret: what ``plgpu.kernel`` takes.
+
+    Returns:
+      output [T, H, 512] bf16, zero where no row is selected, and the log-sum-exp [T, H] float32 (base e), -inf there.
+
+    Raises:
+      ConfigError: shapes or types that the kernel is not for.
+    """
+    if obstacle := find_obstacle(query_latent, query_rope, latent, latent_scale, rope, rows):
+        raise ConfigError(f"sparse_mla on Hopper: {obstacle}")
+    T, H, _ = query_latent.shape
+    K = rows.shape[1]
+    quantized = latent_scale is not None
+    config = config or default_config(T, H, K, quantized)
+    config.check(K, quantized)
+    tiles = jnp.arange(K, dtype=jnp.int32) // TILE + 1
+    used = jnp.max(jnp.where(rows >= 0, tiles, 0), axis=1)
+    kernel = make_kernel(T, H, scale, quantized, config, simulate, interpret)
+    layers = jnp.asarray(layer, jnp.int32).reshape(1)
+    out, lse = kernel(query_latent, query_rope, latent, latent_scale, rope, rows, used, layers)
+    return (out[:, 0], lse[:, 0]) if config.splits == 1 else merge_parts(out, lse)
+
+
+def default_config(queries: int, heads: int, rows: int, quantized: bool) -> Config:
+    """Cuts the rows of few queries so that every multiprocessor has a block, if that does not take longer."""
+    blocks, tiles = queries * -(-heads // HEADS), rows // TILE
+    fewer, more = (max(1, min(n, tiles)) for n in (MULTIPROCESSORS // blocks, -(-MULTIPROCESSORS // blocks)))
+    # Parts cost their merging: a query is cut only if some multiprocessors would have nothing to do at all.
+    splits = more if fewer > 1 and _duration(blocks, tiles, more) <= _duration(blocks, tiles, fewer) else fewer
+    return Config(splits, stages=3 if quantized else 2)
+
+
+def _duration(blocks: int, tiles: int, splits: int) -> int:
+    """Tiles that the busiest multiprocessor works off if each takes the next part when it has finished one."""
+    busy = [0] * MULTIPROCESSORS
+    edges = [-(-tiles * split // splits) for split in range(splits + 1)]
+    for split in range(splits):
+        for _ in range(blocks):
+            heapq.heapreplace(busy, busy[0] + edges[split + 1] - edges[split])
+    return max(busy)
+
+
+def merge_parts(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Union of partial attentions: outputs [T, n, H, d], log-sum-exps [T, n, H] -> [T, H, d], [T, H]."""
+    top = jnp.max(lse, axis=1, keepdims=True)
+    weight = jnp.exp(lse - jnp.where(top > -jnp.inf, top, 0))
+    total = jnp.sum(weight, axis=1)
+    merged = jnp.sum(out.astype(jnp.float32) * weight[..., None], axis=1) / jnp.where(total > 0, total, 1)[..., None]
+    return merged.astype(out.dtype), jnp.where(total > 0, jnp.log(total) + top[:, 0], -jnp.inf)
+
+
+# What GLM-5.3 runs: 2,048 rows for a query, 79 layers; 64 heads, or 16 of them on each of four GPUs.
+ROWS, LAYERS, SLOTS, SCALE = 2048, 79, 4376 * 64, 256**-0.5
+
+
+def cases() -> tuple[Case, ...]:
+    """Every shape in use: a decode step's batch with and without three draft tokens, and a prefill chunk."""
+    decode = [_case("decode", T, H, True) for T in (8, 32) for H in (16, 64, 128)]
+    prefill = [_case("prefill", 2048, H, True) for H in (16, 64, 128)]
+    return (*decode, *prefill, _case("decode", 8, 64, False), _case("prefill", 2048, 64, False))
+
+
+def _case(use: str, T: int, H: int, quantized: bool) -> Case:
+    config = default_config(T, H, ROWS, quantized)
+    abstract, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
+    pools = [abstract((LAYERS, SLOTS, LATENT), jnp.uint8 if quantized else bf16), abstract((LAYERS, SLOTS, ROPE), bf16)]
+    if quantized:
+        pools.insert(1, abstract((LAYERS, SLOTS, LATENT // LATENT_TILE), jnp.float32))
+    arguments = (
+        abstract((T, H, LATENT), bf16),
+        abstract((T, H, ROPE), bf16),
+        *pools,
+        abstract((), jnp.int32),
+        abstract((T, ROWS), jnp.int32),
+    )
+    call = functools.partial(sparse_mla_hopper, scale=SCALE, config=config)
+    return Case(
+        kernel="sparse_mla",
+        implementation="hopper",
+        shape=f"{use} T={T} H={H} K={ROWS} {'fp8' if quantized else 'bf16'}",
+        function=call if quantized else lambda q, r, latent, *rest: call(q, r, latent, None, *rest),
+        arguments=arguments,
+        bytes=count_bytes(T, H, ROWS, quantized, config.splits),
+        flops=2 * T * H * ROWS * (LATENT + ROPE + LATENT),
+        arithmetic="bfloat16",
+        stages=config.stages,
+        limits={len(arguments) - 2: LAYERS, len(arguments) - 1: SLOTS},
+    )
+
+
+def least_bytes(T: int, H: int, K: int, quantized: bool) -> int:
+    """Rows and their slots, queries and outputs, each once."""
+    row = LATENT + 4 * (LATENT // LATENT_TILE) if quantized else 2 * LATENT
+    return T * K * (row + 2 * ROPE + 4) + T * H * (2 * (LATENT + ROPE) + 2 * LATENT + 4)
+
+
+def count_bytes(T: int, H: int, K: int, quantized: bool, splits: int) -> int:
+    """What moves to and from device memory.
+
+    The slots are read once more to find the last; parts are written and read. What several blocks read of a query, or
+    blocks side by side of the same rows for other heads, counts once: it is in the L2 cache.
+    """
+    parts = 0 if splits == 1 else 2 * splits * T * H * (2 * LATENT + 4)
+    return least_bytes(T, H, K, quantized) + 4 * T * K + parts

@@ -1,0 +1,40 @@
+"""Runs the kernels that share ``candidates_triton`` in Triton's interpreter, whole wrappers at a time."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton_interpreter
+
+from glmjax.kernels import candidates_triton
+
+
+def interpreted_call(*operands, **options):
+    with triton_interpreter.interpreted(candidates_triton):
+        return triton_interpreter.interpreted_call(*operands, **options)
+
+
+def run_interpreted(monkeypatch, module):
+    """Lets a module's kernels, and those that merge its lists, run on the CPU."""
+    monkeypatch.setattr(module, "triton_call", interpreted_call)
+    monkeypatch.setattr(candidates_triton, "triton_call", interpreted_call)
+
+
+class Lists:
+    """What passes between the kernels: recorded in one run, and published from the start in the next.
+
+    The interpreter runs programs one after the other. With what all of them published before, a program finds what it
+    would find late in a run side by side.
+    """
+
+    def __init__(self, monkeypatch, module):
+        self.monkeypatch, self.module, self.merge = monkeypatch, module, module.merge_lists
+        monkeypatch.setattr(module, "merge_lists", self.record)
+
+    def record(self, parts, published, lists, counts, visible, extents):
+        self.parts, self.published, self.counts = parts, published, counts
+        return self.merge(parts, published, lists, counts, visible, extents)
+
+    def publish_all(self):
+        known = self.published
+        self.monkeypatch.setattr(self.module, "nothing_published", lambda parts: known)

@@ -1,0 +1,89 @@
+"""The indexer's jnp form over a paged pool against float64 scores and the NumPy twin."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glmjax.errors import ConfigError
+from glmjax.kernels import index_topk
+from glmjax.kernels.index_scores import contiguous_tables, index_scores_numpy, paged_index_scores
+from glmjax.kernels.index_topk import index_top_k
+from glmjax.kernels.topk import top_k_numpy
+
+HEADS, DIM, BLOCK, K = 8, 16, 16, 32
+REQUESTS, BLOCKS, INDEXERS = 2, 9, 3
+
+select = jax.jit(index_top_k, static_argnums=7, static_argnames=("block_size", "implementation"))
+score = jax.jit(paged_index_scores, static_argnames=("block_size", "implementation"))
+
+
+def inputs(queries, fp8, seed=0):
+    """Small whole numbers and scales of powers of two: scores are exact, and ties abound."""
+    rng = np.random.default_rng(seed)
+    slots = (REQUESTS * BLOCKS + 2) * BLOCK
+    query = rng.integers(-2, 3, (REQUESTS, queries, HEADS, DIM))
+    weights = rng.integers(-3, 4, (REQUESTS, queries, HEADS)).astype(np.float32)
+    keys = rng.integers(-1, 2, (INDEXERS, slots, DIM))
+    scale = (2.0 ** rng.integers(-2, 3, (INDEXERS, slots))).astype(np.float32) if fp8 else None
+    tables = rng.permutation(REQUESTS * BLOCKS).reshape(REQUESTS, BLOCKS).astype(np.int32)
+    if fp8:
+        stored = jax.lax.bitcast_convert_type(jnp.asarray(keys, jnp.float8_e4m3fn), jnp.uint8)
+        return [jnp.asarray(query, jnp.float8_e4m3fn), weights, stored, scale, tables], keys
+    return [jnp.asarray(query, jnp.float32), weights, jnp.asarray(keys, jnp.bfloat16), scale, tables], keys
+
+
+def expected(query, weights, keys, scale, tables, visible):
+    """Scores [R, Q, n * BLOCK] in float64; keys and scales of one indexer."""
+    slots = tables[..., None] * BLOCK + np.arange(BLOCK)
+    keys = keys * (1.0 if scale is None else scale[:, None].astype(np.float64))
+    query = np.asarray(query.astype(jnp.float32))
+    one = zip(query, weights, slots, visible, strict=True)
+    return np.stack([index_scores_numpy(q, w, keys[s.reshape(-1)], v - 1) for q, w, s, v in one])
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("chunk", [32, 2048])
+def test_equals_the_twin(fp8, queries, chunk, monkeypatch):
+    monkeypatch.setattr(index_topk, "CONTEXT_CHUNK", chunk)
+    monkeypatch.setattr(index_topk, "TILE_SCORES", 4 * chunk)  # two queries to a tile
+    (query, weights, keys, scale, tables), numbers = inputs(queries, fp8)
+    visible = np.resize([0, 1, 31, 32, 33, 144, 143, 100, 64, 17], (queries, REQUESTS)).T.astype(np.int32)
+    of_one = None if scale is None else scale[1]
+    scores = expected(query, weights, numbers[1], of_one, tables, visible)
+    wanted = top_k_numpy(scores, K)
+    select.clear_cache()  # the sizes above are not its arguments
+    found, positions = select(query, weights, keys, scale, 1, tables, visible, K, block_size=BLOCK)
+    assert (np.asarray(positions) == wanted).all()
+    there = np.take_along_axis(scores, np.maximum(wanted, 0), axis=-1)
+    assert (np.asarray(found) == np.where(wanted >= 0, there, -np.inf)).all()
+    assert (np.asarray(score(query, weights, keys, scale, 1, tables, visible, block_size=BLOCK)) == scores).all()
+
+
+def test_contiguous_keys_are_a_pool():
+    (query, weights, keys, scale, _), numbers = inputs(1, fp8=True)
+    tables, visible = contiguous_tables(REQUESTS, 64, BLOCK), np.array([[64], [40]], np.int32)
+    assert tables.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    scores = score(query, weights, keys, scale, 0, tables, visible, block_size=BLOCK)
+    assert (np.asarray(scores) == expected(query, weights, numbers[0], scale[0], np.asarray(tables), visible)).all()
+
+
+def test_blocks_that_no_query_sees_may_be_any():
+    (query, weights, keys, scale, tables), _ = inputs(1, fp8=True)
+    visible = np.array([[17], [0]], np.int32)
+    clean = select(query, weights, keys, scale, 0, tables, visible, K, block_size=BLOCK)
+    tables[0, 2:], tables[1] = 1 << 20, -1
+    for a, b in zip(clean, select(query, weights, keys, scale, 0, tables, visible, K, block_size=BLOCK), strict=True):
+        assert (np.asarray(a) == np.asarray(b)).all()
+
+
+def test_a_kernel_asked_for_says_why_not():
+    (query, weights, keys, scale, tables), _ = inputs(1, fp8=True)
+    visible = jnp.ones((REQUESTS, 1), jnp.int32)
+    with pytest.raises(ConfigError, match="index_top_k cannot run its triton kernel: head width 16"):
+        index_top_k(query, weights, keys, scale, 0, tables, visible, K, implementation="triton")
+    with pytest.raises(ConfigError, match="index_scores cannot run its hopper kernel: head width 16"):
+        paged_index_scores(query, weights, keys, scale, 0, tables, visible, implementation="hopper")
+    with pytest.raises(ConfigError, match="give 'auto', 'jnp' or 'triton'"):
+        index_top_k(query, weights, keys, scale, 0, tables, visible, K, implementation="hopper")
