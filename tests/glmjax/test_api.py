@@ -22,6 +22,7 @@ from glmjax.options import engine_options
 from glmjax.params import num_bytes
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.engine import EngineError
+from glmjax.step import abstract_state
 
 # Of the programs that OPTIONS compiles, the two that one short request needs.
 FEW = {**OPTIONS, "max_num_seqs": 1, "max_num_batched_tokens": 16}
@@ -375,7 +376,8 @@ def test_close_frees_the_pool_and_ends_the_use(folder):
     with LLM(folder, **FEW) as llm:
         weights = num_bytes(small_model.params())
         pool = num_bytes(abstract_cache(CONFIG, NUM_BLOCKS, BLOCK, "float32"))
-        assert sum(x.nbytes for x in jax.live_arrays()) - before == weights + pool
+        state = num_bytes(abstract_state(FEW["max_num_seqs"], 0))
+        assert sum(x.nbytes for x in jax.live_arrays()) - before == weights + pool + state
     assert sum(x.nbytes for x in jax.live_arrays()) - before == weights
     with pytest.raises(EngineError, match="the engine is closed"):
         llm.generate("abc", greedy())

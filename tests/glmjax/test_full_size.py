@@ -61,7 +61,7 @@ def test_it_fits_or_not_and_compiles_on_a_small_machine(case):
     assert (fit.kv_tokens >= cached + CHUNK) == fit.fits
     # All of it is accounted for; the pool is updated in place.
     memory = fit.program.memory
-    assert memory.aliased == fit.kv
+    assert 0 <= memory.aliased - fit.kv < 100  # besides it the requests' state
     assert 0 < memory.arguments - fit.weights - fit.kv < MIB
     assert 0 < fit.inputs_and_outputs < MIB
 
@@ -80,15 +80,13 @@ def explained(preset, cached):
     rows = local_rows(preset, cached) + BLOCK  # and a spare block
     experts = CONFIG.n_routed_experts // PRESETS[preset].ep
     pairs = CHUNK * CONFIG.num_experts_per_tok + experts * 127  # places if every token chose this device's experts only
-    width, heads = CONFIG.hidden_size, HEADS * CONFIG.v_head_dim
+    lists = 2 * CONFIG.index_topk
     layers = {
-        ("bf16", (2, CONFIG.intermediate_size, width)): "gate and up of a dense layer, dequantised",
-        ("bf16", (width, CONFIG.intermediate_size)): "its down projection",
-        ("bf16", (width, heads)): "attention's output projection, dequantised",
-        ("bf16", (HEADS * CONFIG.qk_head_dim, CONFIG.q_lora_rank)): "its query projection",
-        ("bf16", (pairs // 128 * 128, width)): "experts' outputs",
+        ("bf16", (pairs // 128 * 128, CONFIG.hidden_size)): "experts' outputs",
+        ("f8e4m3fn", (pairs // 128 * 128, CONFIG.hidden_size)): "experts' inputs, quantised",
         ("bf16", (CHUNK, HEADS, LATENT)): "queries of all devices, or partial results",
-        ("bf16", (CHUNK // 2, 2, HEADS, LATENT)): "the same in tiles",
+        ("s32", (CHUNK, lists, 2)): "candidates of the top-k, scores and positions",
+        ("s32", (CHUNK // 8, 8, lists, 2)): "candidates of this device's queries",
     }
     fields = [
         (CONFIG.num_hidden_layers, "u8", (LATENT,)),
@@ -122,8 +120,8 @@ def test_large_temporaries_are_of_one_layer_and_as_stored(case):
 
 
 def is_attention(instruction):
-    """The loop over tiles of queries, whose result is [tiles, queries, heads, latent]."""
-    return instruction.opcode == "while" and any(s.dims[-2:] == (HEADS, LATENT) for s in instruction.shapes)
+    """The kernel, whose result is [queries, parts, heads, latent]."""
+    return instruction.opcode == "custom-call" and any(s.dims[-2:] == (HEADS, LATENT) for s in instruction.shapes)
 
 
 @pytest.mark.slow

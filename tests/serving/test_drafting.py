@@ -10,7 +10,9 @@ import tiny_glm_engine
 from drafting_model import CONFIG, ROWS, answers, engine, make_engine, make_programs, prompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import REFERENCE
 
+from glmjax.api import LLM
 from glmjax.errors import ConfigError
 from glmjax.params import random_params
 from glmjax.programs import Programs, drafts_by_rows, step_shapes
@@ -274,3 +276,27 @@ def test_a_model_without_the_layer_is_refused():
             shapes=(),
             speculation=Speculation(num_drafts=2),
         )
+
+
+# The front door.
+
+
+def test_llm_drafts_and_says_how_often_it_was_right():
+    folder = REFERENCE / "tiny_glm"
+    options = {
+        "dtype": "float32",
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "block_size": 8,
+    }
+    prompt = {"prompt_token_ids": list(range(5, 25))}
+    how = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    synthetic = {"synthetic_acceptance_length": 2.0}
+    with LLM(folder, num_speculative_tokens=2, **synthetic, **options) as llm:
+        (out,) = llm.generate([prompt], how, use_tqdm=False)
+        stats = llm.stats()
+    assert len(out.outputs[0].token_ids) == 9
+    # One from the prompt, then two at a time.
+    assert (stats["num_drafts"], stats["num_accepted_tokens"]) == (4, 4)
+    assert [stats[f"{ACCEPTED_AT}{i}"] for i in range(2)] == [4, 0]
