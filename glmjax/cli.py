@@ -87,7 +87,7 @@ DispatchOption = Annotated[Dispatch, typer.Option("--ep-dispatch", help="How tok
 
 Drafts = Annotated[int, typer.Option("--num-speculative-tokens", help="Tokens the MTP layer drafts a step, 0 to 7.")]
 SpeculationOption = Annotated[
-    SpeculationMode, typer.Option("--speculation", help="auto drafts less where steps are bound by arithmetic.")
+    SpeculationMode, typer.Option("--speculation", help="auto drafts as many as pay for a step's requests.")
 ]
 SyntheticRates = Annotated[
     str | None, typer.Option(help="For benchmarks: chance that each draft and all before it count, such as 1,0.9,0.5.")

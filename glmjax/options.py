@@ -36,9 +36,9 @@ class EngineOptions:
       ep_dispatch: with ep > 1, how tokens reach their experts: "gather" brings all of them to every device, "ragged"
         sends each to the devices that it needs (fewer bytes unless tp is all devices; GPUs only).
       num_speculative_tokens: tokens that the model's MTP layer drafts for every step of a request, 0 to 7. The output
-        is the same, in fewer steps.
-      speculation: "fixed" always drafts that many; "auto" fewer, or none, in steps of so many requests that they are
-        bound by arithmetic, where verifying drafts costs more than it brings.
+        is the same up to rounding, in fewer steps.
+      speculation: "fixed" always drafts that many; "auto" as many, up to that, as pay for the number of requests in a
+        step: fewer, or none, once it is bound by arithmetic, and fewer for a very few requests.
       synthetic_acceptance_rates, synthetic_acceptance_length: for benchmarks, accept drafts by chance: the probability
         for each position that it and all before it are accepted, or the mean number of tokens that a step emits. The
         output is then not the model's.
@@ -81,10 +81,11 @@ class EngineOptions:
         drafts = self.num_speculative_tokens
         if not isinstance(drafts, int) or isinstance(drafts, bool) or not 0 <= drafts <= MAX_DRAFTS:
             raise ConfigError(f"num_speculative_tokens must be a whole number in [0, {MAX_DRAFTS}], got {drafts!r}")
-        if drafts >= self.max_num_batched_tokens:
+        if drafts and (need := self.max_num_seqs * (1 + drafts)) > self.max_num_batched_tokens:
             raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} does not hold one token and its "
-                f"num_speculative_tokens={drafts} drafts: give at least {drafts + 1}"
+                f"max_num_batched_tokens={self.max_num_batched_tokens} does not hold a step of max_num_seqs="
+                f"{self.max_num_seqs} requests with num_speculative_tokens={drafts}: give at least {need}, or lower "
+                "max_num_seqs"
             )
         self.drafting  # noqa: B018  checks the rates
         if not isinstance(self.enable_prefix_caching, bool):
@@ -108,6 +109,8 @@ class EngineOptions:
         for name, value in given.items():
             if not self.num_speculative_tokens:
                 raise ConfigError(f"{name} must be left at None where num_speculative_tokens is 0, got {value!r}")
+            if self.speculation == "auto":
+                raise ConfigError(f"{name} needs speculation='fixed': 'auto' chooses the number of drafts itself")
             rates = synthetic_rates(self.num_speculative_tokens, *(getattr(self, name) for name in names))
         return Speculation(num_drafts=self.num_speculative_tokens, mode=self.speculation, rates=rates)
 

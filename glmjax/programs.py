@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from glmjax.cache import CacheDtype, KVCache, abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
-from glmjax.params import Params, fp8_as_bytes
+from glmjax.params import Params, QuantizedWeight, fp8_as_bytes
 from glmjax.sharding import aot, cp
 from glmjax.sharding.layout import ONE_DEVICE, Layout
 from glmjax.sharding.partition import batch_spec, cache_spec
@@ -52,9 +52,10 @@ def drafts_by_rows(
     Rows and weights are taken to be spread evenly over the devices, so that their ratio is that of one.
     """
     platform = next(iter(params.embed.devices())).platform
-    experts = jax.tree.leaves(params.moe)[-1] if params.moe is not None else params.head
-    flop_per_byte = FLOP_PER_BYTE.get(platform, FLOP_PER_BYTE["gpu"])
-    return lambda rows: speculation.drafts_for(config, rows * layout.dp, experts.dtype.itemsize, flop_per_byte)
+    weight = params.moe.gate_up if params.moe is not None else params.head
+    size = (weight.values if isinstance(weight, QuantizedWeight) else weight).dtype.itemsize
+    flop_per_byte = FLOP_PER_BYTE.get(platform, FLOP_PER_BYTE["gpu"])[size]
+    return lambda rows: speculation.drafts_for(config, rows * layout.dp, size, flop_per_byte)
 
 
 def with_contexts(
@@ -131,10 +132,10 @@ class Programs:
         }
         self._compiler_options = None if on_cpu else dict(aot.OPTIONS)
         self.speculation = speculation
-        if speculation.num_drafts and (params.mtp is None or not config.num_nextn_predict_layers):
+        if speculation.num_drafts and params.mtp is None:
+            why = "they were loaded without it" if config.num_nextn_predict_layers else "this model has none"
             raise ConfigError(
-                f"num_speculative_tokens={speculation.num_drafts} needs the MTP layer, and this model has none: "
-                "leave it at 0"
+                f"num_speculative_tokens={speculation.num_drafts} needs parameters with the MTP layer, and {why}"
             )
         self.shapes = tuple(sorted(set(shapes)))
         self.num_slots = num_slots or max((s.requests for s in self.shapes if s.decode), default=1)
@@ -185,7 +186,8 @@ class Programs:
         if not fits:
             kind = "decode program" if decode else "program"
             raise ConfigError(f"no compiled {kind} holds {requests} requests of {tokens} tokens in {blocks} blocks")
-        return min(fits, key=lambda s: (s.requests * s.tokens, self.width(s), s))
+        # Of programs that decode, the one for the fewest requests: others may have fewer drafts.
+        return min(fits, key=lambda s: (s.requests if decode else s.requests * s.tokens, self.width(s), s))
 
     def width(self, shape: StepShape) -> int:
         """Entries of a row's block table."""

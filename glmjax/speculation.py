@@ -1,7 +1,8 @@
 """How many tokens to draft: what was asked for, acceptance by chance for benchmarks, and fewer where it does not pay.
 
-A decode step reads every weight that its rows need, however few they are, so verifying a few drafts costs next to
-nothing while a step is bound by memory; once it is bound by arithmetic, every rejected draft is work thrown away.
+A decode step reads every weight that some row of it needs. Once the requests need all experts anyway, verifying a few
+drafts costs next to nothing, until the step is bound by arithmetic: then every rejected draft is work thrown away. With
+very few requests each further token brings other experts to read, so that even there fewer drafts can be faster.
 """
 
 import dataclasses
@@ -21,8 +22,9 @@ from glmjax.params import abstract_params
 MAX_DRAFTS = 7
 # Mean tokens that a step emits with 0 to 5 drafts: GLM-5.2, thinking on (spec/system.md 5).
 MEASURED_TOKENS = (1.0, 1.84, 2.50, 2.99, 3.33, 3.61)
-# FLOP that the device does in the time it reads a byte: H200, 1,979 TFLOP/s in fp8 and 4.8 TB/s; a CPU with AVX-512.
-FLOP_PER_BYTE = {"gpu": 412.0, "cpu": 16.0}
+# FLOP that a device does in the time in which it reads a byte, by bytes of a parameter: an H200 with 4.8 TB/s and 1,979
+# TFLOP/s in fp8, 989 in bf16, 67 in float32; a CPU with AVX-512, about.
+FLOP_PER_BYTE = {"gpu": {1: 412.0, 2: 206.0, 4: 14.0}, "cpu": {1: 16.0, 2: 16.0, 4: 16.0}}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,8 @@ class Speculation:
 
     Attributes:
       num_drafts: tokens drafted for a step at most, 0 to 7.
-      mode: "fixed" always drafts that many; "auto" fewer in programs for so many rows that it would not pay.
+      mode: "fixed" always drafts that many; "auto" as many, up to that, as pay for the rows of a program. It verifies
+        none where none pays, and drafts one all the same, since the MTP layer must have the KV of every token.
       rates: accept drafts by chance instead of by the target: for each position, the probability that it and all
         before it are accepted. The output is then no longer the model's.
     """
@@ -68,8 +71,7 @@ def synthetic_rates(
             raise ConfigError(f"synthetic_acceptance_length must be in [1, {num_drafts + 1}], got {length!r}")
         whole = math.floor(length - 1)
         return tuple([*[1.0] * whole, length - 1 - whole, *[0.0] * num_drafts][:num_drafts])
-    assert rates is not None
-    if isinstance(rates, str) or len(rates) != num_drafts:
+    if isinstance(rates, str) or not isinstance(rates, Sequence) or len(rates) != num_drafts:
         raise ConfigError(f"synthetic_acceptance_rates must be {num_drafts} numbers, one a draft, got {rates!r}")
     if not all(_is_number(rate) and 0 <= rate <= 1 for rate in rates):
         raise ConfigError(f"synthetic_acceptance_rates must be in [0, 1], got {rates!r}")
@@ -90,10 +92,10 @@ def profitable_drafts(config: GLMConfig, rows: int, most: int, weight_bytes: int
 
     def tokens_per_time(drafts: int) -> float:
         cost = step_cost(config, rows * (1 + drafts), weight_bytes, flop_per_byte)
-        if drafts:  # a pass over the verified rows, then single rows
-            share = 1 / config.num_hidden_layers
-            cost += share * step_cost(config, rows * (1 + drafts), weight_bytes, flop_per_byte)
-            cost += (drafts - 1) * share * step_cost(config, rows, weight_bytes, flop_per_byte)
+        # The MTP layer passes over the verified rows, then over single ones.
+        share = 1 / config.num_hidden_layers
+        cost += share * step_cost(config, rows * (1 + drafts), weight_bytes, flop_per_byte)
+        cost += max(0, drafts - 1) * share * step_cost(config, rows, weight_bytes, flop_per_byte)
         return typical_tokens(drafts) / cost
 
     return max(range(most + 1), key=tokens_per_time)
@@ -137,6 +139,8 @@ def from_speculative_config(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"speculative_config: rejection_sample_method must be 'standard' or 'synthetic', got {sampling!r}"
         )
+    if "num_speculative_tokens" not in given:
+        raise ConfigError("speculative_config: num_speculative_tokens is missing: say how many tokens to draft, 1 to 7")
     options = {name: given[name] for name in ("num_speculative_tokens", *synthetic) if name in given}
     if (sampling == "synthetic") != bool(synthetic & set(given)):
         raise ConfigError(

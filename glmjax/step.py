@@ -80,9 +80,12 @@ def make_step(
     Args:
       prefill: see ``Share.kv``; "auto" is whichever moves fewer bytes for this shape.
       combine, dispatch: see ``Share``.
-      speculation: a decode step drafts ``shape.tokens - 1`` tokens, a chunk ``speculation.num_drafts``.
+      speculation: a decode step drafts ``shape.tokens - 1`` tokens, a chunk ``speculation.num_drafts``. A decode step
+        that verifies none drafts one all the same, so that the MTP layer has the KV of every token.
     """
-    num_drafts = shape.tokens - 1 if shape.decode else speculation.num_drafts
+    num_drafts = speculation.num_drafts
+    if shape.decode and num_drafts:
+        num_drafts = max(1, shape.tokens - 1)
 
     def kv_source(params: Params, cache: KVCache) -> KVSource:
         return layout.traffic(

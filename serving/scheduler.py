@@ -192,7 +192,7 @@ class Scheduler:
             if size == 0:
                 budget = 0  # what is left is not for those behind it
             elif not self._grow(request, self._reach(request, size)):
-                break
+                budget = 0
             else:
                 chunks.append(self._chunk(request, size))
                 budget -= size
@@ -303,10 +303,15 @@ class Scheduler:
         )
 
     def _grow(self, request: Request, end: int) -> bool:
-        """Lease blocks up to ``end``, at the cost of the last in order; False if that was itself."""
+        """Lease blocks up to ``end``, at the cost of the last in order; False if that was itself.
+
+        Also False, for now, if the last in order is about to end and free its blocks.
+        """
         need = self._blocks_to_reach(request, end) - len(request.blocks)
         while need > self.pool.free_blocks:
             victim = self.running[-1]
+            if self._ends_in_flight(victim):
+                return False
             self._preempt(victim)
             if victim is request:
                 return False

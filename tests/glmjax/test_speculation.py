@@ -21,7 +21,7 @@ from glmjax.speculation import (
 )
 
 GLM = GLMConfig.glm_5_3()
-H200 = FLOP_PER_BYTE["gpu"]
+H200 = FLOP_PER_BYTE["gpu"][1]
 
 
 @given(st.integers(1, MAX_DRAFTS), st.floats(0, 1))
@@ -65,8 +65,11 @@ def test_typical_tokens_go_on_growing_ever_more_slowly():
 
 
 def test_few_rows_draft_and_many_do_not():
-    """At 64 rows every expert is read anyway; at thousands arithmetic is what takes the time."""
-    assert profitable_drafts(GLM, 64, 3, 1, H200) == 3
+    """From 16 rows most experts are read anyway; at thousands arithmetic is what takes the time.
+
+    With very few rows each further token brings experts of its own.
+    """
+    assert [profitable_drafts(GLM, rows, 3, 1, H200) for rows in (1, 4, 16, 64)] == [2, 1, 3, 3]
     assert profitable_drafts(GLM, 20_000, 3, 1, H200) == 0
     chosen = [profitable_drafts(GLM, rows, 7, 1, H200) for rows in (64, 128, 256, 512, 1024, 4096, 20_000)]
     assert chosen == sorted(chosen, reverse=True)
@@ -91,8 +94,11 @@ def test_fixed_is_what_was_asked_for():
 
 
 def test_options_become_one_value():
-    options = engine_options(num_speculative_tokens=3, speculation="auto", synthetic_acceptance_length=2.5)
-    assert options.drafting == Speculation(num_drafts=3, mode="auto", rates=(1.0, 0.5, 0.0))
+    options = engine_options(num_speculative_tokens=3, synthetic_acceptance_length=2.5)
+    assert options.drafting == Speculation(num_drafts=3, rates=(1.0, 0.5, 0.0))
+    assert engine_options(num_speculative_tokens=3, speculation="auto").drafting == Speculation(
+        num_drafts=3, mode="auto"
+    )
     assert engine_options().drafting == Speculation()
 
 
@@ -115,7 +121,16 @@ def test_the_config_of_vllm_is_taken():
         ({"num_speculative_tokens": 8}, r"num_speculative_tokens must be a whole number in \[0, 7\], got 8"),
         ({"num_speculative_tokens": -1}, "got -1"),
         ({"num_speculative_tokens": True}, "got True"),
-        ({"num_speculative_tokens": 4, "max_num_batched_tokens": 4}, "give at least 5"),
+        (
+            {"num_speculative_tokens": 3, "max_num_batched_tokens": 512, "max_num_seqs": 256},
+            "does not hold a step of max_num_seqs=256 .* give at least 1024",
+        ),
+        ({"num_speculative_tokens": 2, "synthetic_acceptance_rates": 0.5}, "must be 2 numbers, one a draft, got 0.5"),
+        (
+            {"num_speculative_tokens": 3, "speculation": "auto", "synthetic_acceptance_length": 2},
+            "synthetic_acceptance_length needs speculation='fixed'",
+        ),
+        ({"speculative_config": {"method": "mtp"}}, "num_speculative_tokens is missing"),
         ({"speculation": "on"}, "speculation must be one of 'fixed', 'auto'"),
         ({"synthetic_acceptance_length": 2}, "left at None where num_speculative_tokens is 0, got 2"),
         ({"num_speculative_tokens": 1, "synthetic_acceptance_length": 3}, r"in \[1, 2\], got 3"),
@@ -123,7 +138,10 @@ def test_the_config_of_vllm_is_taken():
         ({"speculative_config": {"method": "eagle"}}, "method must be 'mtp', got 'eagle'"),
         ({"speculative_config": {"tokens": 3}}, "unknown key 'tokens'"),
         ({"speculative_config": {"rejection_sample_method": "block"}}, "'standard' or 'synthetic', got 'block'"),
-        ({"speculative_config": {"rejection_sample_method": "synthetic"}}, "goes with exactly one of"),
+        (
+            {"speculative_config": {"num_speculative_tokens": 1, "rejection_sample_method": "synthetic"}},
+            "goes with exactly one of",
+        ),
         (
             {"num_speculative_tokens": 2, "speculative_config": {"num_speculative_tokens": 3}},
             "num_speculative_tokens=2, but speculative_config says 3",

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from reference import REFERENCE
 
 from glmjax.api import LLM
+from glmjax.blockfp8 import quantize_fp8
 from glmjax.errors import ConfigError
 from glmjax.params import random_params
 from glmjax.programs import Programs, drafts_by_rows, step_shapes
 from glmjax.serving.runner import ProgramRunner
 from glmjax.serving.scheduler import ACCEPTED_AT
 from glmjax.sharding.cp import local_slots
+from glmjax.sharding.layout import Layout
 from glmjax.speculation import Speculation
 from glmjax.step_io import StepShape
 from glmjax.types import SamplingParams
@@ -223,6 +225,13 @@ def test_fewer_drafts_in_larger_programs():
     assert {(s.requests, s.tokens) for s in shapes if s.decode} == {(1, 4), (4, 4), (16, 1), (64, 1)}
 
 
+def test_few_requests_take_the_program_for_few_though_it_has_more_rows():
+    some = object.__new__(Programs)
+    few, many = StepShape(4, 4, decode=True), StepShape(8, 1, decode=True)
+    some.shapes, some.table_width = (few, many, StepShape(1, 16)), 1
+    assert [some.smallest(requests, 1, decode=True) for requests in (1, 4, 5)] == [few, few, many]
+
+
 @functools.cache
 def mixed_programs():
     """Few rows with drafts, many without, as "auto" may choose."""
@@ -260,12 +269,26 @@ def test_programs_with_and_without_drafts_take_turns(expected):
 def test_what_pays_is_asked_of_the_devices_that_hold_the_parameters():
     params = random_params(CONFIG)
     assert drafts_by_rows(CONFIG, params, Speculation(num_drafts=2))(10_000) == 2
-    auto = drafts_by_rows(CONFIG, params, Speculation(num_drafts=2, mode="auto"))
-    assert auto(10_000) == 0
+    auto = Speculation(num_drafts=2, mode="auto")
+    assert drafts_by_rows(CONFIG, params, auto)(10_000) == 0
+
+
+def test_weights_in_fp8_count_as_such():
+    params, asked = quantize_fp8(random_params(CONFIG)), []
+
+    class Asked(Speculation):
+        def drafts_for(self, config, rows, weight_bytes, flop_per_byte):
+            asked.append((rows, weight_bytes, flop_per_byte))
+            return 0
+
+    assert drafts_by_rows(CONFIG, params, Asked(num_drafts=1), Layout(dp=2))(8) == 0
+    assert asked == [(16, 1, 16.0)]
 
 
 def test_a_model_without_the_layer_is_refused():
-    with pytest.raises(ConfigError, match="num_speculative_tokens=2 needs the MTP layer, and this model has none"):
+    with pytest.raises(
+        ConfigError, match="num_speculative_tokens=2 needs parameters with the MTP layer, and they were"
+    ):
         Programs(
             CONFIG,
             random_params(CONFIG, mtp=False),
