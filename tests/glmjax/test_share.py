@@ -40,7 +40,7 @@ class Case:
 
 BY_TOKEN = [
     Case("pcp=8", 35, 34),
-    Case("pcp=2", 5, 4),  # two tokens a rank are the fewest
+    Case("pcp=2", 10, 9),  # more than a request that decodes can have
     Case("pcp=8,dcp=8", 18, 17),
     Case("pcp=4,tp=2,dcp=2", 10, 9),
     Case("pcp=4,tp=2,dcp=4,interleave=2", 10, 9),
@@ -53,6 +53,7 @@ BY_ROW = [
     Case("pcp=8,dcp=8,interleave=4", 16, 15),  # one token less than is split by token
     Case("pcp=4,tp=2,dcp=4,interleave=2", 9, 1),
     Case("dp=2,pcp=4,dcp=2", 6, 5),
+    Case("pcp=2", 9, 8),  # a token and seven drafts
 ]
 every_case = pytest.mark.parametrize("case", BY_TOKEN + BY_ROW, ids=str)
 
@@ -193,7 +194,7 @@ def abstract_share(case, **how):
 
 
 @pytest.mark.parametrize("case", BY_TOKEN, ids=str)
-def test_two_tokens_a_rank_are_split_by_token(case):
+def test_more_than_two_tokens_a_rank_are_split_by_token(case):
     share = abstract_share(case)
     assert not share.by_row
     assert share.rows[0] == case.requests and share.rows[1] < case.width
@@ -214,8 +215,8 @@ def test_fewer_tokens_are_split_by_row(case):
         ("pcp=8,dcp=8", 32, "kv_gather", "kv_gather"),
         ("pcp=8,dcp=8", 32, "query_gather", "query_gather"),
         ("pcp=8,dcp=8", 15, "kv_gather", "query_gather"),  # split by row: other requests need other keys
-        ("tp=4,dcp=4", 2, "kv_gather", "kv_gather"),
-        ("tp=4,dcp=4", 1, "kv_gather", "query_gather"),  # too few queries to bring them all keys
+        ("tp=4,dcp=4", 9, "kv_gather", "kv_gather"),
+        ("tp=4,dcp=4", 8, "kv_gather", "query_gather"),  # too few queries to bring them all keys
     ],
 )
 def test_keys_are_sought_where_layout_and_caller_say(degrees, width, prefill, kv):
