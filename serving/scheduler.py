@@ -303,9 +303,9 @@ class Scheduler:
         )
 
     def _grow(self, request: Request, end: int) -> bool:
-        """Lease blocks up to ``end``, at the cost of the last in order; False if that was itself.
+        """Lease blocks up to ``end``, at the cost of the last in order; False if the request has to wait.
 
-        Also False, for now, if the last in order is about to end and free its blocks.
+        It does if it is the last itself, or if the last ends with a step in flight and will free its blocks then.
         """
         need = self._blocks_to_reach(request, end) - len(request.blocks)
         while need > self.pool.free_blocks:

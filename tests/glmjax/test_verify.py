@@ -1,6 +1,5 @@
 """Verification of drafts: how many count, and that the tokens are distributed as without drafts."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glmjax.sample import SamplingBatch
 from glmjax.step import choose, count_new
 from glmjax.step_io import StepInputs, StepShape, unpack
 from glmjax.verify import num_accepted, num_accepted_numpy, synthetic_accepted
@@ -100,10 +98,3 @@ def test_bans_hold_for_the_positions_before_their_end():
     rows = unpack(jnp.asarray(inputs.pack()), shape, 1)
     scores = jnp.zeros((4, VOCAB)).at[:, 2].set(2.0).at[:, 4].set(1.0)
     assert choose(scores, rows, 4).token.tolist() == [4, 4, 2, 2]  # tokens of positions 10 to 13
-
-
-def test_sampling_parameters_are_those_of_the_row():
-    how = rows_with_drafts(0.5).how
-    assert isinstance(how, SamplingBatch)
-    leaves = {x.shape[0] for x in jax.tree.leaves(how)}
-    assert leaves == {ROWS}

@@ -60,6 +60,12 @@ def test_greedy_tokens_are_those_without_drafts(num_drafts, layout, expected):
     jax.clear_caches()
 
 
+def test_as_many_drafts_as_there_can_be(expected):
+    one = engine(7)
+    assert answers(one, PROMPTS[:60], GREEDY) == expected[:60]
+    assert accepted(one) > 20
+
+
 def test_sampled_tokens_are_those_without_drafts(plain, drafting):
     how = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=8, ignore_eos=True) for i in range(100)]
     before = accepted(drafting)
