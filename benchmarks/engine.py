@@ -22,7 +22,7 @@ from support.machine import Load, describe, memory_mb
 from support.tables import make_table, number
 
 from glmjax.api import LLM, enable_compilation_cache
-from glmjax.serving.plan import Plan, Runner, Sampled
+from glmjax.serving.plan import Plan, Results, Runner
 from glmjax.serving.runner import fill_row
 from glmjax.step_io import StepInputs, StepShape
 from glmjax.types import SamplingParams
@@ -50,7 +50,7 @@ class TimedRunner:
             self.widest = plan
         return time.perf_counter() - began, started
 
-    def finish(self, started: tuple[float, Any]) -> dict[str, Sampled]:
+    def finish(self, started: tuple[float, Any]) -> Results:
         sending, inner = started
         began = time.perf_counter()
         out = self._runner.finish(inner)

@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import glmjax
-from glmjax.cache import abstract_cache
 from glmjax.checkpoint import load_checkpoint, load_config
 from glmjax.config import GLMConfig, token_ids
 from glmjax.demo import build_demo
 from glmjax.errors import CheckpointError, ConfigError, RequestError
 from glmjax.options import EngineOptions, engine_options
-from glmjax.params import num_bytes
+from glmjax.pool_sizes import pool_sizes
 from glmjax.programs import Programs, drafts_by_rows, step_shapes, with_contexts
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.clock import Clock
@@ -31,16 +28,14 @@ from glmjax.serving.data_parallel import DataParallelScheduler
 from glmjax.serving.engine import Engine
 from glmjax.serving.http import HttpOptions, build_app
 from glmjax.serving.runner import ProgramRunner
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.serving.server import Server
 from glmjax.serving.tokenizer import Tokenizer
-from glmjax.sharding.layout import Layout
 from glmjax.step_io import MAX_BANNED
 from glmjax.types import RequestOutput, SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-GIB = 1 << 30
-CPU_CACHE_GIB = 2.0  # KV pool on a CPU unless told otherwise, and at most a quarter of the memory
 
 
 class LLM:
@@ -277,24 +272,10 @@ def build_engine(
     config: GLMConfig, params: Any, tokenizer: Tokenizer | None, options: EngineOptions, eos_ids: Sequence[int]
 ) -> Engine:
     """Compiles the programs for these options and joins them with a scheduler."""
-    max_model_len = options.max_model_len or config.max_position_embeddings
-    if max_model_len > config.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len={max_model_len} is more than the model's {config.max_position_embeddings} positions"
-        )
-    layout = options.layout
-    num_blocks = pool_blocks(config, options, max_model_len)
-    block_size = options.block_size * layout.dcp  # tokens that a block id stands for, over all DCP ranks
-    room = num_blocks * block_size
-    if options.max_model_len is None:
-        max_model_len = min(max_model_len, room)
-    elif room < max_model_len:
-        raise ConfigError(
-            f"the KV pool holds {room} tokens ({num_blocks} blocks of {block_size}), less than "
-            f"max_model_len={max_model_len}: raise num_device_blocks or kv_cache_gib, or lower max_model_len"
-        )
+    sizes = pool_sizes(config, options)
+    layout, max_model_len = options.layout, sizes.max_model_len
     max_chunk = min(options.max_num_batched_tokens, max_model_len)
-    table_width = -(-max_model_len // block_size)
+    table_width = -(-max_model_len // sizes.block_size)
     drafting = options.drafting
     shapes = step_shapes(options.max_num_seqs, max_chunk, drafts_by_rows(config, params, drafting, layout))
     shapes = with_contexts(shapes, table_width, layout, options.dcp_prefill)
@@ -303,13 +284,14 @@ def build_engine(
         programs = Programs(
             config,
             params,
-            num_blocks=num_blocks,
+            num_blocks=sizes.num_blocks,
             block_size=options.block_size,
             table_width=table_width,
             cache_dtype=options.cache_dtype,
             shapes=shapes,
             num_slots=options.max_num_seqs,
             speculation=drafting,
+            offload=sizes.offload,
             layout=layout,
             prefill=options.dcp_prefill,
             combine=options.dcp_comm_backend,
@@ -320,11 +302,13 @@ def build_engine(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         max_model_len=max_model_len,
-        block_size=block_size,
-        num_blocks=num_blocks,
+        block_size=sizes.block_size,
+        num_blocks=sizes.num_blocks,
         enable_prefix_caching=options.enable_prefix_caching,
         policy=options.policy,
         num_speculative_tokens=drafting.num_drafts,
+        num_pages=None if sizes.offload is None else sizes.offload.num_pages,
+        region_pages=0 if sizes.offload is None else sizes.offload.region_pages,
     )
     scheduler = Scheduler(limits, eos_ids) if layout.dp == 1 else DataParallelScheduler(limits, layout.dp, eos_ids)
     raw = tokenizer.raw if tokenizer else None
@@ -338,38 +322,6 @@ def build_engine(
         max_banned_ids=MAX_BANNED,
         seed=options.seed,
     )
-
-
-def pool_blocks(config: GLMConfig, options: EngineOptions, max_model_len: int) -> int:
-    """Blocks of a device's KV pool: as told, or what the memory holds, but no more than the sequences can use.
-
-    Where there are several processes, what the fullest of them can hold.
-    """
-    if options.num_device_blocks is not None:
-        return options.num_device_blocks
-    mtp = options.num_speculative_tokens > 0
-    one = num_bytes(abstract_cache(config, 0, options.block_size, options.cache_dtype, mtp=mtp))
-    budget = options.kv_cache_gib * GIB if options.kv_cache_gib else _free_bytes(options.layout)
-    most = options.max_num_seqs * -(-max_model_len // (options.block_size * options.layout.dcp))
-    if budget < one:
-        raise ConfigError(
-            f"{max(budget, 0) / GIB:.3f} GiB are left for the KV pool, and one block of {options.block_size} tokens "
-            f"takes {one / GIB:.3f}: raise kv_cache_gib or lower block_size"
-        )
-    blocks = min(most, int(budget // one))
-    if jax.process_count() == 1:
-        return blocks
-    return int(multihost_utils.process_allgather(np.int32(min(blocks, 2**31 - 1))).min())
-
-
-def _free_bytes(layout: Layout) -> float:
-    """Memory for the pool of each device; simulated CPU devices share the machine's."""
-    devices = jax.local_devices()[: layout.num_devices]
-    stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
-    if stats and all(stats):
-        return min(0.9 * memory["bytes_limit"] - memory["bytes_in_use"] for memory in stats if memory)
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(CPU_CACHE_GIB * GIB, memory_bytes / 4) / layout.num_devices
 
 
 def _generation_config(path: Path, config: GLMConfig) -> tuple[dict[str, Any], tuple[int, ...]]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from glmjax.cache import pack_mla
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV, Ahead, gather_beside, gathered_slots
+from glmjax.hisparse import Incoming, bring_in
 from glmjax.kernels.sparse_mla import sparse_mla_from_pool
 from glmjax.kernels.topk import compact
 from glmjax.layers import apply_rope, linear, precision_of, rms_norm
@@ -39,19 +40,59 @@ def insert_kv(
     return kv.write(layer, pack_mla(kv.cache, latent, apply_rope(rope, angles)), share)
 
 
-def selected_slots(share: Share, positions: jax.Array) -> jax.Array:
-    """Where attention reads the selected positions [T, K]: slots of the pool or the copy, -1 for missing.
+def selected_slots(
+    kv: KV,
+    share: Share,
+    positions: jax.Array,
+    *,
+    layer: jax.Array | int,
+    indexer: jax.Array | int,
+    followers: int,
+) -> tuple[KV, jax.Array, Incoming | None]:
+    """Where attention reads the selected positions [T, K] of an index group.
 
-    With queries gathered: [T', K] for all of their rows, what this device does not hold missing.
+    Args:
+      layer, indexer: the group's leader; ``followers`` layers share its selection.
+
+    Returns:
+      the KV; slots of the rows' pool or of the copy, -1 for missing: [T, K], with queries gathered [T', K] for all of
+      their rows, what this device does not hold missing; and rows that the followers have to take in first.
     """
+    K, incoming = positions.shape[1], None
+    if share.kv == "kv_gather":
+        slots = gathered_slots(share, positions.reshape(share.block_tables.shape[0], -1))
+        return kv, slots.reshape(-1, K), None
     if share.kv == "query_gather":
-        slots = share.query_slots(share.gather_queries(positions))
+        positions = share.gather_queries(positions)
+        slots, tables, regions, rows = (
+            share.query_slots(positions), share.query_tables, share.query_regions, share.query_positions
+        )  # fmt: skip
+    else:
+        tables, rows = share.block_tables, share.positions
+        slots = share.slots(positions.reshape(tables.shape[0], -1))
+        regions = None if share.tiers is None else share.tiers.regions
+    by_request = (tables.shape[0], -1)
+    if regions is None:
+        slots = share.row_slots(slots)
+    else:
+        kv, slots, incoming = bring_in(
+            kv,
+            share,
+            positions.reshape(by_request),
+            slots.reshape(by_request),
+            tables,
+            regions,
+            rows[:, 0],
+            layer=layer,
+            indexer=indexer,
+            followers=followers,
+        )
+    slots = slots.reshape(-1, K)
+    if share.kv == "query_gather":
         # Held ones first: attention stops after the last.
-        held = compact(slots >= 0, slots.shape[1])
-        return jnp.where(held >= 0, jnp.take_along_axis(slots, jnp.maximum(held, 0), axis=1), -1)
-    r = share.block_tables.shape[0]
-    find = share.slots if share.kv == "pool" else lambda p: gathered_slots(share, p)
-    return find(positions.reshape(r, -1)).reshape(positions.shape)
+        held = compact(slots >= 0, K)
+        slots = jnp.where(held >= 0, jnp.take_along_axis(slots, jnp.maximum(held, 0), axis=1), -1)
+    return kv, slots, incoming
 
 
 def attend(

@@ -1,12 +1,14 @@
 """The KV pool on the device: typed arrays over all layers and slots, updated in place.
 
 A slot holds one token in every layer. The scheduler owns which request a slot belongs to; a program receives slots
-(-1 for padding) and never copies the pool: it is donated, written and returned.
+(-1 for padding) and never copies the pool: it is donated, written and returned.  With a host pool behind it
+(``glmjax.tiers``) the rows' pool has fewer slots than that of the index keys.
 
 Letters: L layers, N indexers, S slots.
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax
@@ -19,6 +21,8 @@ from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.kernels import kv_rows
 from glmjax.kernels.kv_insert import kv_insert
+from glmjax.kernels.row_fetch import row_fetch
+from glmjax.tiers import HotRows, Offload, abstract_hot_rows
 
 CacheDtype = Literal["fp8_ds_mla", "bfloat16", "float32"]
 
@@ -34,6 +38,7 @@ class KVCache:
       rope: [L, S, rope]; bf16 for fp8 and bf16 caches.
       index_key: [N, S, index_dim], of the latent's dtype.
       index_scale: [N, S] float32 for fp8, else None.
+      hot: what the hot regions hold, if rows are offloaded row by row.
     """
 
     latent: jax.Array
@@ -41,6 +46,7 @@ class KVCache:
     rope: jax.Array
     index_key: jax.Array
     index_scale: jax.Array | None
+    hot: HotRows | None = None
 
     @property
     def quantized(self) -> bool:
@@ -55,12 +61,21 @@ Rows = dict[str, jax.Array]  # rows on their way into a cache, as it stores them
 
 
 def abstract_cache(
-    config: GLMConfig, num_blocks: int, block_size: int, dtype: CacheDtype, *, mtp: bool = False
+    config: GLMConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: CacheDtype,
+    *,
+    mtp: bool = False,
+    offload: Offload | None = None,
+    num_slots: int = 0,
 ) -> KVCache:
     """Shapes and dtypes of a pool, as ``jax.ShapeDtypeStruct`` leaves.
 
     Args:
       mtp: give the MTP layer rows too (the last of L and N).
+      offload: give the latents and rotary keys this many pages only, the others are on the host; and room to say what
+        the hot regions of ``num_slots`` requests hold, if they have any.
 
     Raises:
       ConfigError: ``dtype`` is not a cache format.
@@ -73,16 +88,21 @@ def abstract_cache(
     wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
     narrow = jnp.uint8 if fp8 else wide
 
-    def pool(stack: int, *width: int, dtype: DTypeLike) -> Any:
-        return jax.ShapeDtypeStruct((stack, (num_blocks + 1) * block_size, *width), dtype)
+    def pool(stack: int, blocks: int, *width: int, dtype: DTypeLike) -> Any:
+        return jax.ShapeDtypeStruct((stack, (blocks + 1) * block_size, *width), dtype)
 
     tiles = kv_rows.num_tiles(config.kv_lora_rank)
+    pages = num_blocks if offload is None else offload.num_pages
+    hot = None
+    if offload is not None and offload.region_pages:
+        hot = abstract_hot_rows(indexers, num_slots, offload.region_pages * block_size)
     return KVCache(
-        latent=pool(layers, config.kv_lora_rank, dtype=narrow),
-        latent_scale=pool(layers, tiles, dtype=jnp.float32) if fp8 else None,
-        rope=pool(layers, config.qk_rope_head_dim, dtype=wide),
-        index_key=pool(indexers, config.index_head_dim, dtype=narrow),
-        index_scale=pool(indexers, dtype=jnp.float32) if fp8 else None,
+        latent=pool(layers, pages, config.kv_lora_rank, dtype=narrow),
+        latent_scale=pool(layers, pages, tiles, dtype=jnp.float32) if fp8 else None,
+        rope=pool(layers, pages, config.qk_rope_head_dim, dtype=wide),
+        index_key=pool(indexers, num_blocks, config.index_head_dim, dtype=narrow),
+        index_scale=pool(indexers, num_blocks, dtype=jnp.float32) if fp8 else None,
+        hot=hot,
     )
 
 
@@ -138,9 +158,10 @@ def write_rows(cache: KVCache, place: jax.Array | int, slots: jax.Array, rows: R
       place: the layer, or the indexer for index keys.
       slots: [T] int32, -1 dropped.
     """
-    pools = {name: pool for name, pool in vars(cache).items() if pool is not None}
+    pools = {name: pool for name, pool in vars(cache).items() if isinstance(pool, jax.Array)}
     layer, indexer = (place, None) if "latent" in rows else (None, place)
-    return dataclasses.replace(cache, **kv_insert(pools, rows, slots, layer=layer, indexer=indexer))
+    written: dict[str, Any] = kv_insert(pools, rows, slots, layer=layer, indexer=indexer)
+    return dataclasses.replace(cache, **written)
 
 
 def insert_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array) -> KVCache:
@@ -159,6 +180,28 @@ def read_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array) -> tuple[
     if cache.latent_scale is not None:
         latent = codec.dequantize_latent(latent, _read(cache.latent_scale, layer, slots))
     return latent, rope
+
+
+def mla_fields(cache: KVCache) -> dict[str, Any]:
+    """The arrays of a cache that hold its rows, in the order of a packed row (spec/model.md section 4)."""
+    fields = {"latent": cache.latent, "latent_scale": cache.latent_scale, "rope": cache.rope}
+    return {name: field for name, field in fields.items() if field is not None}
+
+
+def packed_row_bytes(cache: KVCache) -> int:
+    """Bytes of a packed row of one layer."""
+    return sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in mla_fields(cache).values())
+
+
+def store_packed(cache: KVCache, layer: jax.Array | int, slots: jax.Array, rows: jax.Array) -> KVCache:
+    """Writes packed rows [M, row_bytes] uint8 of one layer to slots [M] int32; -1 is dropped."""
+    fields = mla_fields(cache)
+    size = cache.latent.shape[1]
+    targets = jnp.where(slots >= 0, layer * size + slots, -1)
+    flat = [x.reshape(-1, x.shape[-1]) for x in fields.values()]
+    written = row_fetch(flat, rows, targets, jnp.arange(slots.shape[0], dtype=jnp.int32))
+    new: dict[str, Any] = {name: rows.reshape(x.shape) for (name, x), rows in zip(fields.items(), written, strict=True)}
+    return dataclasses.replace(cache, **new)
 
 
 def read_index_keys(

@@ -58,6 +58,16 @@ class SpeculationMode(enum.StrEnum):
     auto = "auto"
 
 
+class Reads(enum.StrEnum):
+    auto = "auto"
+    xla = "xla"
+    address = "address"
+
+
+class OffloadTo(enum.StrEnum):
+    host = "host"
+
+
 class Format(enum.StrEnum):
     orbax = "orbax"
     hf = "hf"
@@ -93,6 +103,11 @@ SyntheticRates = Annotated[
     str | None, typer.Option(help="For benchmarks: chance that each draft and all before it count, such as 1,0.9,0.5.")
 ]
 SyntheticLength = Annotated[float | None, typer.Option(help="For benchmarks: mean tokens of a step, by chance.")]
+HostGib = Annotated[float | None, typer.Option("--hisparse-host-gib", help="HiSparse: GiB of KV rows on the host.")]
+Buffer = Annotated[int | None, typer.Option("--hisparse-buffer", help="HiSparse: rows of a request on the device.")]
+ReadsOption = Annotated[Reads, typer.Option("--hisparse-reads", help="HiSparse: how rows come from the host.")]
+OffloadOption = Annotated[OffloadTo | None, typer.Option("--kv-offload", help="Plain offload of whole KV blocks.")]
+OffloadGib = Annotated[float | None, typer.Option("--kv-offload-gib", help="GiB of host memory for --kv-offload.")]
 
 
 @app.command()
@@ -128,6 +143,11 @@ def serve(
     speculation: SpeculationOption = SpeculationMode.fixed,
     synthetic_acceptance_rates: SyntheticRates = None,
     synthetic_acceptance_length: SyntheticLength = None,
+    hisparse_host_gib: HostGib = None,
+    hisparse_buffer: Buffer = None,
+    hisparse_reads: ReadsOption = Reads.auto,
+    kv_offload: OffloadOption = None,
+    kv_offload_gib: OffloadGib = None,
 ) -> None:
     """Serve a model with OpenAI's HTTP API."""
     from glmjax import api
@@ -159,6 +179,11 @@ def serve(
         speculation=speculation.value,
         synthetic_acceptance_rates=_numbers("--synthetic-acceptance-rates", synthetic_acceptance_rates),
         synthetic_acceptance_length=synthetic_acceptance_length,
+        hisparse_host_gib=hisparse_host_gib,
+        hisparse_buffer=hisparse_buffer,
+        hisparse_reads=hisparse_reads.value,
+        kv_offload=kv_offload.value if kv_offload else None,
+        kv_offload_gib=kv_offload_gib,
         seed=seed,
     )
 
@@ -196,6 +221,11 @@ def generate(
     speculation: SpeculationOption = SpeculationMode.fixed,
     synthetic_acceptance_rates: SyntheticRates = None,
     synthetic_acceptance_length: SyntheticLength = None,
+    hisparse_host_gib: HostGib = None,
+    hisparse_buffer: Buffer = None,
+    hisparse_reads: ReadsOption = Reads.auto,
+    kv_offload: OffloadOption = None,
+    kv_offload_gib: OffloadGib = None,
 ) -> None:
     """Complete prompts and print the result."""
     from glmjax import api
@@ -223,6 +253,11 @@ def generate(
         "speculation": speculation.value,
         "synthetic_acceptance_rates": _numbers("--synthetic-acceptance-rates", synthetic_acceptance_rates),
         "synthetic_acceptance_length": synthetic_acceptance_length,
+        "hisparse_host_gib": hisparse_host_gib,
+        "hisparse_buffer": hisparse_buffer,
+        "hisparse_reads": hisparse_reads.value,
+        "kv_offload": kv_offload.value if kv_offload else None,
+        "kv_offload_gib": kv_offload_gib,
         "seed": seed,
     }
     with api.LLM(model, **options) as llm:

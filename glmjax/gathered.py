@@ -9,13 +9,14 @@ The rows travel as stored: FP8 rows are half the bytes of what they stand for.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import xla_metadata_call
 
-from glmjax.cache import KVCache, Rows, read_stored, stored_values, write_rows
+from glmjax.cache import KVCache, Rows, mla_fields, read_stored, stored_values, write_rows
+from glmjax.kernels.row_fetch import as_fields
 from glmjax.sharding import cp
 from glmjax.share import Share
 
@@ -36,7 +37,8 @@ class KV(NamedTuple):
     def write(self, place: jax.Array | int, rows: Rows, share: Share) -> "KV":
         """Writes a layer's (an indexer's) new rows [T, ...] of this device and of all others of its group."""
         rows = jax.tree.map(share.gather_rows, rows)
-        cache, view = write_rows(self.cache, place, share.write_slots, rows), self.view
+        slots = share.row_slots(share.write_slots) if "latent" in rows else share.write_slots
+        cache, view = write_rows(self.cache, place, slots, rows), self.view
         if view is not None:
             view = write_rows(view, 0, gathered_slots(share, share.group_positions).reshape(-1), rows)
         return KV(cache, view)
@@ -76,15 +78,41 @@ def gather_beside[T](compute: Callable[[], T], kv: KV, ahead: Ahead, share: Shar
 def _read_own(kv: KV, ahead: Ahead, share: Share) -> tuple[KV, dict[str, jax.Array]]:
     """This device's rows of ``ahead`` as stored, by field."""
     slots = _local_slots(share)
-    places = {**dict.fromkeys(MLA_FIELDS, ahead.layer), **dict.fromkeys(INDEX_FIELDS, ahead.indexer)}
-    pools, own = {}, {}
-    for name, place in places.items():
+    rows = share.row_slots(slots)
+    where = {
+        **dict.fromkeys(MLA_FIELDS, (ahead.layer, jnp.maximum(rows, 0))),
+        **dict.fromkeys(INDEX_FIELDS, (ahead.indexer, slots)),
+    }
+    pools: dict[str, Any] = {}
+    own: dict[str, jax.Array] = {}
+    for name, (place, at) in where.items():
         pool = getattr(kv.cache, name)
         if pool is not None and place is not None:
-            pools[name], own[name] = pool, read_stored(pool, jnp.minimum(place, pool.shape[0] - 1), slots)
+            pools[name], own[name] = pool, read_stored(pool, jnp.minimum(place, pool.shape[0] - 1), at)
     # What is written to the pool from now on waits for this reading, or XLA would copy the pool to keep the old rows.
     pools, own = jax.lax.optimization_barrier((pools, own))
+    if share.tiers is not None and ahead.layer is not None:
+        own |= _from_host(kv.cache, own, ahead.layer, slots, rows < 0, share)
     return KV(dataclasses.replace(kv.cache, **pools), kv.view), own
+
+
+def _from_host(
+    cache: KVCache, own: dict[str, jax.Array], layer: jax.Array | int, slots: jax.Array, away: jax.Array, share: Share
+) -> dict[str, jax.Array]:
+    """The rows of a layer, those that are away from the device out of the host pool."""
+    assert share.tiers is not None
+    fields = mla_fields(cache)
+    layer = jnp.minimum(layer, cache.latent.shape[0] - 1)
+    # Not what a table names beyond: entries of padding may be any block.
+    first = jnp.max(jnp.where(share.group_positions >= 0, share.group_positions, -1), axis=1, keepdims=True)
+    known = cp.local_length(first + 1, share.layout.dcp, share.shard_rank, share.layout.interleave)
+    away &= (jnp.arange(shard_rows(share)) < known).reshape(-1)
+    packed = share.tiers.host_rows(layer, 1, jnp.where(away, slots, -1))[0]
+    found = as_fields([packed], [own[name] for name in fields])
+    return {
+        name: jnp.where(away.reshape(-1, *[1] * (new.ndim - 1)), new, own[name])
+        for name, new in zip(fields, found, strict=True)
+    }
 
 
 def _gather(own: dict[str, jax.Array], share: Share) -> dict[str, jax.Array]:
@@ -94,7 +122,8 @@ def _gather(own: dict[str, jax.Array], share: Share) -> dict[str, jax.Array]:
 
 def _with_copies(kv: KV, copies: dict[str, jax.Array]) -> KV:
     assert kv.view is not None
-    return KV(kv.cache, dataclasses.replace(kv.view, **copies))
+    fields: dict[str, Any] = copies
+    return KV(kv.cache, dataclasses.replace(kv.view, **fields))
 
 
 def _local_slots(share: Share) -> jax.Array:

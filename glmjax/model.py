@@ -18,6 +18,7 @@ from glmjax.batch import contiguous_batch
 from glmjax.cache import CacheDtype, KVCache, make_cache
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV, Ahead, first_kv
+from glmjax.hisparse import Incoming, take_in
 from glmjax.indexer import select
 from glmjax.layers import at_layer, linear, rms_norm, rope_angles, swiglu
 from glmjax.moe import moe
@@ -34,11 +35,12 @@ class Selection(NamedTuple):
 
     Attributes:
       positions: [T, K] int32, -1 for missing.
-      slots: where attention reads them, from ``selected_slots``.
+      slots, incoming: where attention reads them, and rows that followers have to take in, from ``selected_slots``.
     """
 
     positions: jax.Array
     slots: jax.Array
+    incoming: Incoming | None
 
 
 Choose = Callable[[KV, jax.Array, jax.Array], tuple[KV, Selection]]  # (kv, x, query latent)
@@ -127,7 +129,10 @@ def run_group(
         if positions is None:
             weights = at_layer(params.indexer, indexer)
             kv, positions = select(weights, config, kv, indexer, x, latent, angles, share)
-        return kv, Selection(positions, selected_slots(share, positions))
+        kv, slots, incoming = selected_slots(
+            kv, share, positions, layer=layer, indexer=indexer, followers=len(mlps) - 1
+        )
+        return kv, Selection(positions, slots, incoming)
 
     def next_layer(place: int) -> jax.Array | int | None:
         """The layer after that at a place of the group, unless there is none."""
@@ -144,7 +149,13 @@ def run_group(
         ) -> tuple[tuple[KV, jax.Array], None]:
             # A loop, whose i is an array, is of layers that read the pool.
             ahead = Ahead(next_layer(first + i)) if isinstance(i, int) else Ahead()
-            kv, hidden, _ = run_layer(*carry, layer + first + i, kind, lambda kv, *_: (kv, selected), ahead)
+
+            def reuse(kv: KV, *_: jax.Array) -> tuple[KV, Selection]:
+                if selected.incoming is not None:
+                    kv = take_in(kv, layer + first + i, selected.incoming, first - 1 + i)
+                return kv, selected
+
+            kv, hidden, _ = run_layer(*carry, layer + first + i, kind, reuse, ahead)
             return (kv, hidden), None
 
         (kv, hidden), _ = _repeat(follow, (kv, hidden), count, unroll=kv.view is not None)

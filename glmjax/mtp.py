@@ -18,6 +18,7 @@ from glmjax.model import logits, run_group
 from glmjax.params import Params
 from glmjax.sharding.layout import ONE_DEVICE, Layout
 from glmjax.share import Combine, Dispatch, KVSource, Share, share_of
+from glmjax.tiers import Tiers
 
 
 def mtp_layer(
@@ -71,6 +72,7 @@ def draft(
     prefill: KVSource = "query_gather",
     combine: Combine = "ag_rs",
     dispatch: Dispatch = "gather",
+    tiers: Tiers | None = None,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
     """Drafts greedily: one pass over the batch's rows, then single rows that feed on one another.
 
@@ -79,12 +81,12 @@ def draft(
       batch: next tokens of its positions (see ``mtp_layer``); drafting goes on from each request's last real row.
       num_drafts: n >= 1.
       limit: [R] int32, positions from here on have no slot; a draft that needs one of them is of no use.
-      prefill, combine, dispatch: as in ``share_of``.
+      prefill, combine, dispatch, tiers: as in ``share_of``; a staged batch can only draft one token.
 
     Returns:
       the cache, draft tokens [R, n] int32 and their logits [R, n, V] float32.
     """
-    share = share_of(batch, layout, prefill=prefill, combine=combine, dispatch=dispatch)
+    share = share_of(batch, layout, prefill=prefill, combine=combine, dispatch=dispatch, tiers=tiers)
     cache, out, chosen = mtp_layer(params, config, cache, hidden, share)
     last = share.last_rows(out)
     shared = share.last_rows(chosen) if config.index_share_for_mtp_iteration else None
@@ -97,7 +99,7 @@ def draft(
             if limit is not None:
                 length = jnp.where(position < limit, length, 0)
             row = dataclasses.replace(batch, tokens=tokens[-1][:, None], start=position, length=length)
-            share = share_of(row, layout, combine=combine, dispatch=dispatch)
+            share = share_of(row, layout, combine=combine, dispatch=dispatch, tiers=tiers)
             reuse = None if shared is None else share.own_rows(shared)
             cache, out, _ = mtp_layer(params, config, cache, share.own_rows(last), share, reuse)
             last = share.last_rows(out)

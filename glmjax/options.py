@@ -8,6 +8,7 @@ from typing import Any, Literal
 from glmjax.errors import ConfigError
 from glmjax.sharding.layout import ONE_DEVICE, Layout
 from glmjax.speculation import MAX_DRAFTS, Speculation, from_speculative_config, synthetic_rates
+from glmjax.tiers import Reads
 
 Dtype = Literal["bfloat16", "float32"]
 CacheDtypeOption = Literal["auto", "fp8_ds_mla", "bfloat16", "float32"]
@@ -42,6 +43,14 @@ class EngineOptions:
       synthetic_acceptance_rates, synthetic_acceptance_length: for benchmarks, accept drafts by chance: the probability
         for each position that it and all before it are accepted, or the mean number of tokens that a step emits. The
         output is then not the model's.
+      hisparse_host_gib: Hybrid HiSparse: KV rows are kept in so much host memory for each data-parallel rank, and on
+        the device as long as there is room; then only those that the indexer picks. Index keys stay on the device.
+        ``num_device_blocks`` and ``kv_cache_gib`` are of the device, as without.
+      hisparse_buffer: rows that a request keeps on the device then; None: one selection more than the queries of a step
+        make.
+      hisparse_reads: how rows come from the host: "xla", "address" (GPUs only), or "auto" for what suits the device.
+      kv_offload: "host" is plain offload of whole blocks instead, the baseline: a running request is on the device
+        whole, and blocks of the prefix cache come back from ``kv_offload_gib`` of host memory.
       seed: of requests that bring none.
     """
 
@@ -63,6 +72,11 @@ class EngineOptions:
     speculation: Literal["fixed", "auto"] = "fixed"
     synthetic_acceptance_rates: Sequence[float] | None = None
     synthetic_acceptance_length: float | None = None
+    hisparse_host_gib: float | None = None
+    hisparse_buffer: int | None = None
+    hisparse_reads: Reads = "auto"
+    kv_offload: Literal["host"] | None = None
+    kv_offload_gib: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -90,9 +104,31 @@ class EngineOptions:
         self.drafting  # noqa: B018  checks the rates
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
-        gib = self.kv_cache_gib
-        if gib is not None and not (isinstance(gib, (int, float)) and not isinstance(gib, bool) and 0 < gib < math.inf):
-            raise ConfigError(f"kv_cache_gib must be a positive number, got {gib!r}")
+        for field in ("kv_cache_gib", "hisparse_host_gib", "kv_offload_gib"):
+            _positive(field, getattr(self, field))
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        if self.kv_offload is not None:
+            _one_of("kv_offload", self.kv_offload, ("host",))
+        _one_of("hisparse_reads", self.hisparse_reads, ("auto", "xla", "address"))
+        _whole("hisparse_buffer", self.hisparse_buffer, least=1)
+        if (self.kv_offload is None) != (self.kv_offload_gib is None):
+            raise ConfigError(
+                f"kv_offload={self.kv_offload!r} and kv_offload_gib={self.kv_offload_gib!r}: give both or none of them"
+            )
+        if self.kv_offload is not None and self.hisparse_host_gib is not None:
+            raise ConfigError(
+                "kv_offload='host' is the baseline without HiSparse, and hisparse_host_gib="
+                f"{self.hisparse_host_gib!r} asks for HiSparse: give one of them"
+            )
+        if self.hisparse_host_gib is None and self.hisparse_buffer is not None:
+            raise ConfigError(f"hisparse_buffer={self.hisparse_buffer} needs hisparse_host_gib")
+
+    @property
+    def host_gib(self) -> float | None:
+        """Memory of the host's pool, for each data-parallel rank; None: there is none."""
+        return self.hisparse_host_gib if self.kv_offload is None else self.kv_offload_gib
 
     @property
     def cache_dtype(self) -> Literal["fp8_ds_mla", "bfloat16", "float32"]:
@@ -119,8 +155,6 @@ class EngineOptions:
 RESERVED: dict[str, tuple[Any, str]] = {
     "prefill": (None, "prefill/decode disaggregation"),
     "decode": (None, "prefill/decode disaggregation"),
-    "hisparse_host_gib": (None, "KV rows in host memory"),
-    "hisparse_buffer": (None, "KV rows in host memory"),
 }
 
 
@@ -157,8 +191,14 @@ def _one_of(field: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{field} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def _positive(field: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (number and 0 < value < math.inf):
+        raise ConfigError(f"{field} must be a positive number, got {value!r}")
+
+
 def _whole(field: str, value: Any, least: int | None = None) -> None:
-    if value is None and field in ("num_device_blocks", "max_model_len"):
+    if value is None and field in ("num_device_blocks", "max_model_len", "hisparse_buffer"):
         return
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
         rule = "" if least is None else f" of at least {least}"

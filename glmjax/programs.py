@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from glmjax.cache import CacheDtype, KVCache, abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
+from glmjax.host_pool import abstract_host_pool, address_sharding, addresses, make_host_pool
 from glmjax.params import Params, QuantizedWeight, fp8_as_bytes
 from glmjax.sharding import aot, cp
 from glmjax.sharding.layout import ONE_DEVICE, Layout
@@ -26,6 +27,8 @@ from glmjax.share import Combine, Dispatch
 from glmjax.speculation import FLOP_PER_BYTE, NO_SPECULATION, Speculation
 from glmjax.step import RequestState, abstract_state, make_step, over_mesh
 from glmjax.step_io import StepInputs, StepOutputs, StepShape, num_logprobs, packed_width
+from glmjax.tiers import Offload
+from glmjax.transfers import Transfers
 
 MIN_CONTEXT_BLOCKS = 16  # a shorter context needs no program of its own
 
@@ -93,6 +96,8 @@ class Programs:
       shapes: rectangles to compile.
       num_slots: requests that can run at a time, on each data-parallel rank; by default as many as one program holds.
       speculation: with drafts, parameters and pools have the MTP layer.
+      offload: KV rows are in two tiers; ``num_blocks`` are those of the host's pool, and every chunk shape is compiled
+        for staged contexts too.
       layout: how the devices of ``mesh`` share the work.
       prefill, combine, dispatch: see ``make_step``.
       progress: called with (done, total) as programs become ready.
@@ -110,6 +115,7 @@ class Programs:
         shapes: Sequence[StepShape],
         num_slots: int | None = None,
         speculation: Speculation = NO_SPECULATION,
+        offload: Offload | None = None,
         layout: Layout = ONE_DEVICE,
         mesh: jax.sharding.Mesh | None = None,
         prefill: Prefill = "auto",
@@ -124,12 +130,18 @@ class Programs:
         self.num_blocks, self.block_size, self.table_width = num_blocks, block_size, table_width
         self.cache_dtype: CacheDtype = cache_dtype
         self.layout, self.mesh = layout, layout.mesh() if mesh is None and layout.num_devices > 1 else mesh
+        if offload is not None and offload.reads == "auto":
+            offload = dataclasses.replace(offload, reads="xla" if on_cpu else "address")
+        if offload is not None and on_cpu and offload.reads == "address":
+            raise ConfigError("reads='address' needs GPUs, which read pinned memory themselves: use 'xla' on a CPU")
         self._how: dict[str, Any] = {
             "prefill": prefill,
             "combine": combine,
             "dispatch": dispatch,
             "speculation": speculation,
+            "offload": offload,
         }
+        self.offload = offload
         self._compiler_options = None if on_cpu else dict(aot.OPTIONS)
         self.speculation = speculation
         if speculation.num_drafts and params.mtp is None:
@@ -137,6 +149,8 @@ class Programs:
             raise ConfigError(
                 f"num_speculative_tokens={speculation.num_drafts} needs parameters with the MTP layer, and {why}"
             )
+        if offload is not None and offload.region_pages:
+            shapes = [*shapes, *(dataclasses.replace(s, staged=True) for s in shapes if not s.decode)]
         self.shapes = tuple(sorted(set(shapes)))
         self.num_slots = num_slots or max((s.requests for s in self.shapes if s.decode), default=1)
         self.compilations = 0
@@ -148,12 +162,21 @@ class Programs:
                 self._steps[shape] = compiled
                 if progress:
                     progress(done, len(self.shapes))
+        self.transfers = None if offload is None else self._compile_transfers(offload)
 
     def abstract_cache(self) -> KVCache:
         """The pools of all devices as one tree of shapes, with where they are if that is several devices."""
         pools = self.layout.dp * self.layout.dcp
         mtp = self.speculation.num_drafts > 0
-        one = abstract_cache(self.config, self.num_blocks, self.block_size, self.cache_dtype, mtp=mtp)
+        one = abstract_cache(
+            self.config,
+            self.num_blocks,
+            self.block_size,
+            self.cache_dtype,
+            mtp=mtp,
+            offload=self.offload,
+            num_slots=self.num_slots,
+        )
         sharding = self._sharding(cache_spec(self.layout))
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * pools, *x.shape[2:]), x.dtype, sharding=sharding),
@@ -163,6 +186,26 @@ class Programs:
     def make_cache(self) -> KVCache:
         """Empty pools."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.abstract_cache())
+
+    def abstract_host(self) -> jax.ShapeDtypeStruct:
+        """The host's pool behind the caches of all devices."""
+        mtp = self.speculation.num_drafts > 0
+        one = abstract_cache(
+            self.config, self.num_blocks, self.block_size, self.cache_dtype, mtp=mtp, offload=self.offload
+        )
+        return abstract_host_pool(one, self.block_size, self.layout, self._host_mesh)
+
+    def make_host(self) -> jax.Array:
+        """An empty pool on the host."""
+        return make_host_pool(self.abstract_host())
+
+    @property
+    def _host_mesh(self) -> jax.sharding.Mesh:
+        """A mesh also for one device: only with one does an abstract array say that it is on the host."""
+        if self.mesh is not None:
+            return self.mesh
+        axes = tuple(self.layout.axis_sizes)
+        return jax.sharding.Mesh(np.reshape([*self.params.embed.devices()], (1,) * len(axes)), axes)
 
     def abstract_state(self) -> RequestState:
         """The requests' states of all data-parallel ranks, one after another."""
@@ -176,12 +219,18 @@ class Programs:
         """The state without any request."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.abstract_state())
 
-    def smallest(self, requests: int, tokens: int, blocks: int = 0, *, decode: bool = False) -> StepShape:
+    def smallest(
+        self, requests: int, tokens: int, blocks: int = 0, *, decode: bool = False, staged: bool = False
+    ) -> StepShape:
         """The smallest compiled rectangle for ``requests`` rows of ``tokens`` tokens, each in at most ``blocks``."""
         fits = [
             s
             for s in self.shapes
-            if s.decode == decode and s.requests >= requests and s.tokens >= tokens and self.width(s) >= blocks
+            if s.decode == decode
+            and s.staged == staged
+            and s.requests >= requests
+            and s.tokens >= tokens
+            and self.width(s) >= blocks
         ]
         if not fits:
             kind = "decode program" if decode else "program"
@@ -194,9 +243,18 @@ class Programs:
         return shape.blocks or self.table_width
 
     def run(
-        self, shape: StepShape, cache: KVCache, state: RequestState, inputs: Sequence[StepInputs]
+        self,
+        shape: StepShape,
+        cache: KVCache,
+        state: RequestState,
+        inputs: Sequence[StepInputs],
+        host: jax.Array | None = None,
+        page_of: Sequence[np.ndarray] = (),
     ) -> tuple[KVCache, RequestState, jax.Array]:
         """Runs one rectangle for each data-parallel rank.  Cache and state passed in are consumed.
+
+        Args:
+          host, page_of: with rows in two tiers, the host's pool and each rank's pages of blocks, see ``Tiers``.
 
         Returns:
           the cache, the state and the packed outputs, the ranks' rows one after another: see ``outputs``.
@@ -204,11 +262,29 @@ class Programs:
         packed = np.concatenate([x.pack() for x in inputs]) if len(inputs) > 1 else inputs[0].pack()
         if self.mesh is not None:
             packed = jax.device_put(packed, self._sharding(self._by_rank))
-        return self._steps[shape](self.params, cache, state, packed)
+        tiers: tuple[Any, ...] = ()
+        if host is not None:
+            pages = np.concatenate(page_of)
+            if self.mesh is not None:
+                pages = jax.device_put(pages, self._sharding(self._by_rank))
+            tiers = (addresses(host, self._host_mesh) if self._by_address else host), pages
+        return self._steps[shape](self.params, cache, state, packed, *tiers)
+
+    def empty_inputs(self, shape: StepShape) -> StepInputs:
+        """Padding rows for a program."""
+        return StepInputs.empty(shape, self.table_width, self._region_pages)
 
     def outputs(self, packed: jax.Array) -> StepOutputs:
         """What ``run`` returned, on the host; waits for it."""
         return StepOutputs.unpack(np.asarray(packed), num_logprobs(self.config))
+
+    @property
+    def _by_address(self) -> bool:
+        return self.offload is not None and self.offload.reads == "address"
+
+    @property
+    def _region_pages(self) -> int:
+        return 0 if self.offload is None else self.offload.region_pages
 
     @property
     def _by_rank(self) -> PartitionSpec:
@@ -220,18 +296,39 @@ class Programs:
     def _compile(self, shape: StepShape) -> tuple[StepShape, Any]:
         step = make_step(self.config, shape, self.table_width, self.block_size, self.layout, **self._how)
         if self.mesh is not None:
-            step = over_mesh(step, self.layout, self.mesh, self.params)
+            step = over_mesh(step, self.layout, self.mesh, self.params, offload=self.offload)
         params = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=None if self.mesh is None else x.sharding),
             self.params,
         )
         packed = jax.ShapeDtypeStruct(
-            (self.layout.dp * shape.requests, packed_width(shape, self.table_width)),
+            (self.layout.dp * shape.requests, packed_width(shape, self.table_width, self._region_pages)),
             jnp.int32,
             sharding=self._sharding(self._by_rank),
         )
-        arguments = (params, self.abstract_cache(), self.abstract_state(), packed)
+        arguments: tuple[Any, ...] = (params, self.abstract_cache(), self.abstract_state(), packed)
+        if self.offload is not None:
+            pages = (self.layout.dp * (self.num_blocks + 1),)
+            by_rank = self._sharding(self._by_rank)
+            host = self.abstract_host()
+            if self._by_address:
+                host = jax.ShapeDtypeStruct(
+                    (self.layout.num_devices, 2), jnp.uint32, sharding=address_sharding(self._host_mesh)
+                )
+            arguments += (host, jax.ShapeDtypeStruct(pages, jnp.int32, sharding=by_rank))
         compiled = jax.jit(step, donate_argnums=(1, 2)).lower(*arguments).compile(self._compiler_options)
         with self._lock:
             self.compilations += 1
         return shape, compiled
+
+    def _compile_transfers(self, offload: Offload) -> Transfers:
+        self.compilations += 2
+        return Transfers(
+            self.abstract_cache(),
+            self.abstract_host(),
+            self.block_size,
+            offload.transfer_pages,
+            self.layout,
+            self.mesh,
+            self._compiler_options,
+        )

@@ -7,6 +7,7 @@ and the last hidden states, is gathered. On one device the share is the whole ba
 Letters: R x Q the batch, r x q the share, T = r * q its rows.
 """
 
+import dataclasses
 from typing import Any, Literal
 
 import jax
@@ -17,6 +18,7 @@ from glmjax.batch import TokenBatch
 from glmjax.sharding import cp
 from glmjax.sharding.collectives import Axes, Collectives
 from glmjax.sharding.layout import Layout
+from glmjax.tiers import Regions, Tiers
 
 KVSource = Literal["pool", "query_gather", "kv_gather"]
 Combine = Literal["ag_rs", "a2a"]
@@ -40,6 +42,8 @@ class Share:
         "ragged" sends each to the devices that it needs, which XLA can do on GPUs only.
       by_row: the batch is split by row, not by token.
       requests: R.
+      tiers: where the rows are, if not all of them are in the device's pool; its regions are the share's, and
+        ``group_regions`` those of the whole group.
     """
 
     tokens: jax.Array
@@ -54,6 +58,8 @@ class Share:
     dispatch: Dispatch = struct.field(pytree_node=False)
     by_row: bool = struct.field(pytree_node=False)
     requests: int = struct.field(pytree_node=False)
+    tiers: Tiers | None = None
+    group_regions: Regions | None = None
 
     @property
     def collectives(self) -> Collectives:
@@ -74,6 +80,13 @@ class Share:
     def write_slots(self) -> jax.Array:
         """Slots in this device's pool for all rows of the group: [group rows] int32, -1 for what it does not keep."""
         return self._slots(self.group_tables, self.group_positions, self.shard_rank).reshape(-1)
+
+    def row_slots(self, slots: jax.Array) -> jax.Array:
+        """Where the latents and rotary keys of these slots are on the device; -1 for what is only on the host."""
+        if self.tiers is None:
+            return slots
+        page = self.tiers.page_of[jnp.maximum(slots, 0) // self.block_size]
+        return jnp.where((slots >= 0) & (page >= 0), page * self.block_size + slots % self.block_size, -1)
 
     @property
     def shard_rank(self) -> jax.Array | int:
@@ -136,6 +149,14 @@ class Share:
             return self.block_tables
         return self.collectives.part(self.group_tables, self.layout.replica_context_axes, 0)
 
+    @property
+    def query_regions(self) -> Regions | None:
+        """Hot regions of that rectangle's requests."""
+        regions = self.group_regions
+        if not self.by_row or regions is None:
+            return regions
+        return jax.tree.map(lambda x: self.collectives.part(x, self.layout.replica_context_axes, 0), regions)
+
     def query_slots(self, positions: jax.Array) -> jax.Array:
         """Slots in this device's pool of positions [T', ...] of ``gather_queries``' rows; -1 where it has none."""
         tables = self.query_tables
@@ -171,16 +192,22 @@ def share_of(
     prefill: KVSource = "query_gather",
     combine: Combine = "ag_rs",
     dispatch: Dispatch = "gather",
+    tiers: Tiers | None = None,
 ) -> Share:
     """What this device computes of a batch that all devices of its group hold alike.
 
     Args:
       prefill: where to find keys under DCP if there is a choice (``cp.may_gather_keys``); else queries are gathered.
+      tiers: where the batch's rows are; None: all in the device's pool.  A staged batch works on copies, as one whose
+        keys are gathered does.
     """
     R, Q = batch.tokens.shape
     positions = jnp.where(batch.valid, batch.positions, -1)
     by_row = cp.splits_by_row(Q, layout.pcp)
     kv: KVSource = "pool" if layout.dcp == 1 else prefill if cp.may_gather_keys(Q, layout.pcp) else "query_gather"
+    regions = None if tiers is None else tiers.regions
+    if tiers is not None and tiers.staged:
+        kv = "kv_gather"
     common: dict[str, Any] = {
         "block_size": batch.block_size,
         "layout": layout,
@@ -196,7 +223,12 @@ def share_of(
         tokens, tables = (jnp.pad(x, ((0, missing), (0, 0))) for x in (batch.tokens, batch.block_tables))
         positions = jnp.pad(positions, ((0, missing), (0, 0)), constant_values=-1)
         own_tokens, own_positions, own_tables = (collectives.part(x, axes, 0) for x in (tokens, positions, tables))
-        return Share(own_tokens, own_positions, own_tables, positions, tables, **common)
+        if tiers is not None and regions is not None:
+            regions = regions.padded(missing)
+            tiers = dataclasses.replace(tiers, regions=jax.tree.map(lambda x: collectives.part(x, axes, 0), regions))
+        return Share(
+            own_tokens, own_positions, own_tables, positions, tables, tiers=tiers, group_regions=regions, **common
+        )
     width = cp.local_width(Q, layout.pcp)
     offsets = cp.zigzag_positions(batch.length, layout.pcp, collectives.rank(axes), width)
     everyone = cp.zigzag_gather_index(batch.length, layout.pcp, width)
@@ -206,5 +238,7 @@ def share_of(
         block_tables=batch.block_tables,
         group_positions=jnp.where(everyone >= 0, batch.start[:, None] + everyone, -1),
         group_tables=batch.block_tables,
+        tiers=tiers,
+        group_regions=regions,
         **common,
     )

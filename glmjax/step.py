@@ -16,8 +16,10 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from glmjax.batch import TokenBatch
-from glmjax.cache import KVCache
+from glmjax.cache import KVCache, packed_row_bytes
 from glmjax.config import GLMConfig
+from glmjax.hisparse import start_counting
+from glmjax.kernels.row_format import HostRows
 from glmjax.model import logits, run_layers
 from glmjax.mtp import draft
 from glmjax.params import Params
@@ -29,6 +31,7 @@ from glmjax.sharding.traffic import Prefill
 from glmjax.share import Combine, Dispatch, KVSource, share_of
 from glmjax.speculation import NO_SPECULATION, Speculation
 from glmjax.step_io import StepRows, StepShape, unpack
+from glmjax.tiers import Offload, Tiers
 from glmjax.verify import leading, num_accepted, synthetic_accepted
 
 
@@ -57,7 +60,8 @@ def abstract_state(slots: int, num_drafts: int) -> RequestState:
     return RequestState(array(), array(), array(max(1, num_drafts)))  # type: ignore[arg-type]
 
 
-Step = Callable[[Params, KVCache, RequestState, jax.Array], tuple[KVCache, RequestState, jax.Array]]
+# With rows on the host also the host's pool and the blocks' pages, see ``Tiers``.
+Step = Callable[..., tuple[KVCache, RequestState, jax.Array]]
 
 
 def make_step(
@@ -71,6 +75,7 @@ def make_step(
     combine: Combine = "ag_rs",
     dispatch: Dispatch = "gather",
     speculation: Speculation = NO_SPECULATION,
+    offload: Offload | None = None,
 ) -> Step:
     """The step (params, cache, state, packed inputs) -> (cache, state, packed outputs).
 
@@ -82,10 +87,14 @@ def make_step(
       combine, dispatch: see ``Share``.
       speculation: a decode step drafts ``shape.tokens - 1`` tokens, a chunk ``speculation.num_drafts``. A decode step
         that verifies none drafts one all the same, so that the MTP layer has the KV of every token.
+      offload: rows are in two tiers; the step then takes ``Tiers.host`` and ``Tiers.page_of`` too.
     """
     num_drafts = speculation.num_drafts
     if shape.decode and num_drafts:
         num_drafts = max(1, shape.tokens - 1)
+    if shape.staged:
+        num_drafts = min(num_drafts, 1)  # the following ones would copy a whole context for one token
+    region_pages = 0 if offload is None else offload.region_pages
 
     def kv_source(params: Params, cache: KVCache) -> KVSource:
         return layout.traffic(
@@ -100,14 +109,29 @@ def make_step(
         ).kv
 
     def step(
-        params: Params, cache: KVCache, state: RequestState, packed: jax.Array
+        params: Params,
+        cache: KVCache,
+        state: RequestState,
+        packed: jax.Array,
+        host: jax.Array | None = None,
+        page_of: jax.Array | None = None,
     ) -> tuple[KVCache, RequestState, jax.Array]:
-        rows = unpack(packed, shape, table_width)
+        rows = unpack(packed, shape, table_width, region_pages)
         if shape.decode:
             rows = go_on(rows, state)
+        tiers = None
+        if host is not None and page_of is not None:
+            assert offload is not None
+            regions = rows.regions if shape.decode and region_pages else None
+            slots = cache.index_key.shape[1] - block_size
+            pool: jax.Array | HostRows = host
+            if offload.reads == "address":
+                pool = HostRows(host.reshape(2), packed_row_bytes(cache))
+            tiers = Tiers(pool, page_of, regions, shape.staged, slots)
+        cache = start_counting(cache)
         batch = TokenBatch(rows.tokens, rows.start, rows.length, rows.block_tables, block_size)
         source = kv_source(params, cache) if prefill == "auto" else prefill
-        share = share_of(batch, layout, prefill=source, combine=combine, dispatch=dispatch)
+        share = share_of(batch, layout, prefill=source, combine=combine, dispatch=dispatch, tiers=tiers)
         cache, hidden, _ = run_layers(params, config, cache, share)
 
         wanted = share.all_rows(hidden) if shape.decode else share.last_rows(hidden)[:, None]
@@ -119,11 +143,16 @@ def make_step(
             following = dataclasses.replace(batch, tokens=new.following, length=new.computed)
             cache, guesses, _ = draft(
                 params, config, cache, hidden, following, num_drafts, layout,
-                limit=rows.limit, prefill=source, combine=combine, dispatch=dispatch,
+                limit=rows.limit, prefill=source, combine=combine, dispatch=dispatch, tiers=tiers,
             )  # fmt: skip
             drafts = drafts.at[:, :num_drafts].set(guesses)
         state = remember(state, rows, new, drafts)
-        return cache, state, pack_outputs(out, new)
+        packed = pack_outputs(out, new)
+        if region_pages:
+            assert cache.hot is not None
+            counts = Collectives(layout).all_reduce(cache.hot.counts[0, rows.regions.slot], layout.group_axes)
+            packed = jnp.concatenate([packed, counts], axis=1)
+        return cache, state, packed
 
     return step
 
@@ -248,20 +277,25 @@ def pack_outputs(out: SampleOutput, new: NewTokens) -> jax.Array:
     return jnp.concatenate([new.count[:, None], new.drafted[:, None], rows], axis=1)
 
 
-def over_mesh(step: Step, layout: Layout, mesh: jax.sharding.Mesh, params: Params) -> Step:
+def over_mesh(
+    step: Step, layout: Layout, mesh: jax.sharding.Mesh, params: Params, *, offload: Offload | None = None
+) -> Step:
     """The step on all devices: inputs and outputs are [dp * R, ...], rank by rank, outputs whole on every device."""
 
     def gathering(
-        params: Params, cache: KVCache, state: RequestState, packed: jax.Array
+        params: Params, cache: KVCache, state: RequestState, packed: jax.Array, *tiers: jax.Array
     ) -> tuple[KVCache, RequestState, jax.Array]:
-        cache, state, out = step(params, cache, state, packed)
+        cache, state, out = step(params, cache, state, packed, *tiers)
         return cache, state, Collectives(layout).all_gather(out, layout.data_axes, 0)
 
     kv, rows = cache_spec(layout), batch_spec(layout)
+    tiers: tuple[PartitionSpec, ...] = ()
+    if offload is not None:
+        tiers = PartitionSpec(mesh.axis_names) if offload.reads == "address" else kv, rows
     return jax.shard_map(
         gathering,
         mesh=mesh,
-        in_specs=(param_specs(layout, params), kv, rows, rows),
+        in_specs=(param_specs(layout, params), kv, rows, rows, *tiers),
         out_specs=(kv, rows, PartitionSpec()),
         check_vma=False,  # outputs are equal everywhere by construction, which the check cannot see
     )

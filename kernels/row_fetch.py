@@ -73,7 +73,7 @@ def _copy_rows(
     """One row after the other, as slice updates: XLA's CPU scatter copies the pool."""
     keep = (source_rows >= 0) & (target_rows >= 0)
     found = [x.at[jnp.where(keep, source_rows, 0)].get(mode="promise_in_bounds") for x in sources]
-    found = _as_fields(found, targets)
+    found = as_fields(found, targets)
     places = jnp.where(keep, target_rows, 0)
 
     def put(i: jax.Array, targets: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -87,17 +87,18 @@ def _copy_rows(
     return jax.lax.fori_loop(0, target_rows.shape[0], put, targets)
 
 
-def _as_fields(rows: list[jax.Array], like: tuple[jax.Array, ...]) -> list[jax.Array]:
+def as_fields(rows: Sequence[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:
     """Rows [N, ...] with the bytes of all fields in order, cut up as ``like``."""
     if [(x.shape[1:], x.dtype) for x in rows] == [(x.shape[1:], x.dtype) for x in like]:
-        return rows
-    packed = jnp.concatenate([_to_bytes(x) for x in rows], axis=1)
+        return list(rows)
+    packed = jnp.concatenate([as_bytes(x) for x in rows], axis=1)
     ends = np.cumsum([row_bytes(x) for x in like])
     parts = jnp.split(packed, ends[:-1], axis=1)
     return [_from_bytes(part, x) for part, x in zip(parts, like, strict=True)]
 
 
-def _to_bytes(rows: jax.Array) -> jax.Array:
+def as_bytes(rows: jax.Array) -> jax.Array:
+    """[N, ...] of any dtype -> [N, row_bytes] uint8."""
     return jax.lax.bitcast_convert_type(rows, jnp.uint8).reshape(rows.shape[0], -1)
 
 

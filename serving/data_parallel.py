@@ -6,11 +6,14 @@ configuration hold for each.  A request stays with the rank that it was given to
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 
-from glmjax.serving.plan import Chunk, Plan, Sampled
-from glmjax.serving.request import Request
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig, Update
+import numpy as np
+
+from glmjax.serving.plan import Chunk, Move, Plan, Results
+from glmjax.serving.request import Request, Update
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
 
 
 class DataParallelScheduler:
@@ -65,15 +68,24 @@ class DataParallelScheduler:
     def schedule(self) -> Plan:
         """The ranks' plans as one."""
         chunks: list[Chunk] = []
+        pages: list[np.ndarray] = []
+        loads: list[Move] = []
+        write_backs: list[Move] = []
         for rank, scheduler in enumerate(self.ranks):
-            chunks += (dataclasses.replace(chunk, rank=rank) for chunk in scheduler.schedule().chunks)
-        return Plan(tuple(chunks))
+            own = scheduler.schedule()
+            chunks += (dataclasses.replace(chunk, rank=rank) for chunk in own.chunks)
+            pages += own.page_of
+            loads += (dataclasses.replace(move, rank=rank) for move in own.loads)
+            write_backs += (dataclasses.replace(move, rank=rank) for move in own.write_backs)
+        return Plan(tuple(chunks), tuple(pages), tuple(loads), tuple(write_backs))
 
-    def commit(self, plan: Plan, outputs: Mapping[str, Sampled]) -> list[Update]:
+    def commit(self, plan: Plan, results: Results) -> list[Update]:
         updates = []
         for rank, scheduler in enumerate(self.ranks):
-            own = Plan(tuple(chunk for chunk in plan.chunks if chunk.rank == rank))
-            updates += scheduler.commit(own, outputs)
+            mine = {c.request_id for c in plan.chunks if c.rank == rank}
+            own = Plan(tuple(c for c in plan.chunks if c.rank == rank), write_backs=_of_rank(plan.write_backs, rank))
+            errors = {name: why for name, why in results.errors.items() if name in mine}
+            updates += scheduler.commit(own, Results(results.sampled, _of_rank(results.failed, rank), errors))
         for update in updates:
             if update.finish_reason is not None:
                 del self._rank_of[update.request.request_id]
@@ -86,3 +98,8 @@ class DataParallelScheduler:
             mine = {request_id for request_id, r in self._rank_of.items() if r == rank}
             if mine != {r.request_id for r in (*scheduler.running, *scheduler.waiting)}:
                 raise AssertionError(f"data parallelism: rank {rank} has lost or kept a request")
+
+
+def _of_rank(moves: Iterable[Move], rank: int) -> tuple[Move, ...]:
+    """A rank's moves, as its scheduler made them."""
+    return tuple(dataclasses.replace(move, rank=0) for move in moves if move.rank == rank)

@@ -31,8 +31,8 @@ from glmjax.serving.data_parallel import DataParallelScheduler
 from glmjax.serving.detokenize import TextStream, special_ids
 from glmjax.serving.handle import EngineError, OnOutput, RequestHandle
 from glmjax.serving.plan import Plan, Runner
-from glmjax.serving.request import Request
-from glmjax.serving.scheduler import Scheduler, Update
+from glmjax.serving.request import Request, Update
+from glmjax.serving.scheduler import Scheduler
 from glmjax.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Engine:
             plan = self.scheduler.schedule()
             self._note_scheduled(plan)
             before, self._in_flight = self._in_flight, None
-            if plan.chunks:
+            if not plan.is_empty:
                 self._in_flight = plan, self.runner.start(plan)
             if before is not None:
                 plan, started = before
@@ -337,9 +337,13 @@ class Engine:
                         finish_reason="stop",
                         stop_reason=piece.stop,
                     )
+            if update.error is not None:
+                handle.error = EngineError(update.error)
             if update.finish_reason is not None:
                 del self._live[sequence_id]
             self._emit(handle, index, update, text)
+            if update.error is not None:
+                self._abort(handle)  # the other completions of the request
 
     def _cut_short(self, handle: RequestHandle, index: int) -> None:
         """End a completion that gets no further token, with the text held back unless the engine failed."""

@@ -12,7 +12,7 @@ pleases; the records of rejected ones are spoiled.
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from glmjax.serving.plan import Chunk, Plan, Sampled, TokenLogprobs
+from glmjax.serving.plan import Chunk, Plan, Results, Sampled, TokenLogprobs
 
 NextToken = Callable[[Sequence[int], int], int]
 Record = tuple[int, int, int]  # position, token, hash of the prefix up to and with it
@@ -65,8 +65,8 @@ class FakeRunner:
             self._compute(chunk, prefixes[chunk.request_id])
         return {c.request_id: self._sample(c, prefixes[c.request_id]) for c in chunks if c.samples}
 
-    def finish(self, started: dict[str, Sampled]) -> dict[str, Sampled]:
-        return started
+    def finish(self, started: dict[str, Sampled]) -> Results:
+        return Results(started)
 
     def _resolved(self, chunk: Chunk) -> Chunk:
         """The chunk with the token that the state has for it."""

@@ -13,8 +13,7 @@ from tokenizers import Tokenizer
 from glmjax.errors import GlmjaxError
 from glmjax.serving.detokenize import TextStream
 from glmjax.serving.plan import TokenLogprobs
-from glmjax.serving.request import OutputDelta, Request, RequestMetrics
-from glmjax.serving.scheduler import Update
+from glmjax.serving.request import OutputDelta, Request, RequestMetrics, Update
 from glmjax.types import CompletionOutput, Logprob, RequestOutput
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import prometheus_client
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from glmjax.serving.draft_counts import ACCEPTED_AT
 from glmjax.serving.request import OutputDelta, RequestMetrics
-from glmjax.serving.scheduler import ACCEPTED_AT
 from glmjax.types import SamplingParams
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
@@ -24,6 +24,7 @@ _LABELS = ("model_name", "engine")
 _GAUGES = {
     "num_running": ("vllm:num_requests_running", "Sequences that are being computed."),
     "num_waiting": ("vllm:num_requests_waiting", "Sequences that wait for their turn."),
+    "hisparse_pending_page_transfers": ("vllm:hisparse_pending_page_transfers", "KV pages on their way to the host."),
 }
 _COUNTERS = {
     "num_preemptions": ("vllm:num_preemptions", "Sequences put back to free their KV blocks."),
@@ -34,11 +35,15 @@ _COUNTERS = {
     "generation_tokens": ("vllm:generation_tokens", "Tokens generated."),
     "num_drafts": ("vllm:spec_decode_num_drafts", "Drafts made."),
     "num_draft_tokens": ("vllm:spec_decode_num_draft_tokens", "Tokens drafted."),
+    "hisparse_cache_hits": ("vllm:hisparse_cache_hits", "Selected KV rows found in hot regions."),
+    "hisparse_cache_misses": ("vllm:hisparse_cache_misses", "Selected KV rows that had to come from the host."),
+    "hisparse_host_to_device_bytes": ("vllm:hisparse_host_to_device_bytes", "KV bytes copied from the host."),
     "num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted."),
 }
 _FINISHED = "finished_"
 _ACCEPTED_AT = ("vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position of the draft.")
-_HANDLED = {*_GAUGES, *_COUNTERS, "free_blocks", "total_blocks"}
+_BLOCKS = ("free_blocks", "total_blocks", "hisparse_host_blocks", "hisparse_host_blocks_used")
+_HANDLED = {*_GAUGES, *_COUNTERS, *_BLOCKS}
 
 _SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -174,6 +179,9 @@ class _EngineCollector(Collector):
         if total:
             used = 1.0 - stats["free_blocks"] / total
             yield self._gauge("vllm:kv_cache_usage_perc", "Used share of the KV blocks.", used)
+        if blocks := stats.get("hisparse_host_blocks"):
+            used = stats["hisparse_host_blocks_used"] / blocks
+            yield self._gauge("vllm:hisparse_host_cache_usage_perc", "Used share of the host's KV blocks.", used)
         yield self._finished(stats)
         if accepted := {key: value for key, value in stats.items() if key.startswith(ACCEPTED_AT)}:
             by_position = CounterMetricFamily(*_ACCEPTED_AT, labels=(*_LABELS, "position"))

@@ -8,9 +8,21 @@ and drafts of the following ones; its chunks then name no tokens, and the host k
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from glmjax.types import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A block's rows are copied between its place in the host's pool and a page of the device's."""
+
+    block: int
+    page: int
+    rank: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +48,9 @@ class Chunk:
       banned_ids: tokens that may not be chosen for positions before ``ban_end`` (end and stop tokens until
         ``min_tokens`` are out).
       rank: data-parallel rank, whose pool the blocks are in.
+      staged: some of its blocks have no page, and it has more than one token: rows are copied together for it.
+      region: pages of the hot region through which a chunk that decodes reads rows of blocks without a page.
+      lease: number of the region's lease; 0: it has none.
     """
 
     request_id: str
@@ -53,6 +68,9 @@ class Chunk:
     banned_ids: tuple[int, ...] = ()
     ban_end: int = 0
     rank: int = 0
+    staged: bool = False
+    region: tuple[int, ...] = ()
+    lease: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -67,9 +85,24 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One step: chunks of distinct requests, at most ``max_num_batched_tokens`` tokens for each rank."""
+    """One step: chunks of distinct requests, at most ``max_num_batched_tokens`` tokens for each rank.
+
+    Attributes:
+      page_of: with KV offload, for each rank the page of every block and of the spare one: [blocks + 1] int32, -1 for
+        none.
+      loads: blocks that are copied into pages before the chunks run.
+      write_backs: pages that are copied to the host after.
+    """
 
     chunks: tuple[Chunk, ...]
+    page_of: tuple[np.ndarray, ...] = ()
+    loads: tuple[Move, ...] = ()
+    write_backs: tuple[Move, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.chunks or self.loads or self.write_backs)
 
     @property
     def num_tokens(self) -> int:
@@ -93,6 +126,21 @@ class Sampled:
 
 
 @dataclasses.dataclass(frozen=True)
+class Results:
+    """What came of a plan.
+
+    Attributes:
+      sampled: new tokens by request id.
+      failed: write-backs of the plan whose copy is not there.
+      errors: by request id, why a chunk's result cannot be trusted.
+    """
+
+    sampled: Mapping[str, Sampled]
+    failed: tuple[Move, ...] = ()
+    errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
     logprob: float
     rank: int
@@ -109,8 +157,8 @@ class Runner(Protocol):
         """
         ...
 
-    def finish(self, started: Any) -> dict[str, Sampled]:
-        """Wait for a plan, in the order in which they were started; new tokens by request id."""
+    def finish(self, started: Any) -> Results:
+        """Wait for a plan, in the order in which they were started."""
         ...
 
     def stats(self) -> dict[str, int]: ...

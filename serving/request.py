@@ -16,6 +16,7 @@ import dataclasses
 import enum
 from collections.abc import Collection, Sequence
 
+from glmjax.serving.plan import TokenLogprobs
 from glmjax.types import FinishReason, Logprob, SamplingParams
 
 
@@ -102,6 +103,18 @@ class Completion:
     num_kept: int
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What a step did for one request: new tokens, and how they end it, if they do; ``error`` says why it had to."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
 
 
 def complete(request: Request, new_ids: Sequence[int], eos_ids: Collection[int], max_model_len: int) -> Completion:

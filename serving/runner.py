@@ -5,15 +5,29 @@ rectangle of its own.  Data-parallel ranks run their rectangles side by side, in
 needs.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from glmjax.programs import Programs
-from glmjax.serving.plan import Chunk, Plan, Sampled, TokenLogprobs
+from glmjax.serving.plan import Chunk, Move, Plan, Results, Sampled, TokenLogprobs
 from glmjax.step_io import MAX_BANNED, StepInputs, StepOutputs
 
-Started = list[tuple[tuple[Sequence[Chunk], ...], int, Any]]  # the ranks' chunks, rows of a rank, packed outputs
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A plan on its way.
+
+    Attributes:
+      rectangles: for each, the ranks' chunks, rows of a rank, packed outputs.
+      copied: arrays that are there once its write-backs are.
+    """
+
+    rectangles: Sequence[tuple[tuple[Sequence[Chunk], ...], int, Any]]
+    copied: Sequence[Any] = ()
 
 
 class ProgramRunner:
@@ -23,43 +37,95 @@ class ProgramRunner:
         self._programs = programs
         self._cache = programs.make_cache()
         self._state = programs.make_state()
+        self._host = programs.make_host() if programs.offload is not None else None
         self._rows = max(s.requests for s in programs.shapes if s.decode)
         self._steps = 0
+        self._brought = np.zeros(3, np.int64)  # hits, misses, rows copied to the device for them
+        self._loaded = 0  # rows copied to the device in whole pages
 
     def start(self, plan: Plan) -> Started:
         """Dispatches every rectangle; the device has an order for them, and the host waits for none."""
         ranks = range(self._programs.layout.dp)
-        started: Started = []
+        started = []
+        self._load(plan.loads)
         for batches in rectangles([[c for c in plan.chunks if c.rank == rank] for rank in ranks], self._rows):
-            longest = max(len(c.token_ids) for batch in batches for c in batch)
-            most_blocks = max(len(c.blocks) for batch in batches for c in batch)
-            shape = self._programs.smallest(max(map(len, batches)), longest, most_blocks, decode=longest <= 1)
-            inputs = [StepInputs.empty(shape, self._programs.table_width) for _ in ranks]
+            chunks = [c for batch in batches for c in batch]
+            longest, most_blocks = max(len(c.token_ids) for c in chunks), max(len(c.blocks) for c in chunks)
+            staged = any(c.staged for c in chunks)
+            shape = self._programs.smallest(
+                max(map(len, batches)), longest, most_blocks, decode=longest <= 1, staged=staged
+            )
+            inputs = [self._programs.empty_inputs(shape) for _ in ranks]
             for rank, batch in enumerate(batches):
                 for row, chunk in enumerate(batch):
                     fill_row(inputs[rank], row, chunk)
-            self._cache, self._state, out = self._programs.run(shape, self._cache, self._state, inputs)
+            self._cache, self._state, out = self._programs.run(
+                shape, self._cache, self._state, inputs, self._host, plan.page_of
+            )
             out.copy_to_host_async()
             started.append((batches, shape.requests, out))
             self._steps += 1
-        return started
+            if staged:
+                self._loaded += sum(self._rows_away(c, plan.page_of[c.rank]) for c in chunks)
+        return Started(started, self._write_back(plan.write_backs))
 
-    def finish(self, started: Started) -> dict[str, Sampled]:
+    def finish(self, started: Started) -> Results:
         sampled: dict[str, Sampled] = {}
-        for batches, rows, out in started:
+        for batches, rows, out in started.rectangles:
             host = self._programs.outputs(out)
+            if host.brought.size:
+                self._brought += host.brought.sum(axis=0)
             for rank, batch in enumerate(batches):
                 places = enumerate(batch, rank * rows)
                 sampled |= {c.request_id: read_row(host, row, c) for row, c in places if c.samples}
-        return sampled
+        for copied in started.copied:
+            copied.block_until_ready()
+        return Results(sampled)
 
     def stats(self) -> dict[str, int]:
-        """``compilations``: programs compiled, all before serving; ``program_runs``: rectangles run."""
-        return {"compilations": self._programs.compilations, "program_runs": self._steps}
+        """``compilations``: programs compiled, all before serving; ``program_runs``: rectangles run.
+
+        With KV offload the ``hisparse_`` counters too, over all devices.
+        """
+        counts = {"compilations": self._programs.compilations, "program_runs": self._steps}
+        if self._host is None:
+            return counts
+        hits, misses, rows = self._brought.tolist()
+        return counts | {
+            "hisparse_cache_hits": hits,
+            "hisparse_cache_misses": misses,
+            "hisparse_host_to_device_bytes": (rows + self._loaded) * self._host.shape[2],
+        }
 
     def close(self) -> None:
-        """Frees the pool."""
-        del self._cache, self._state
+        """Frees the pools."""
+        del self._cache, self._state, self._host
+
+    def _by_rank(self, moves: Sequence[Move]) -> list[list[tuple[int, int]]]:
+        return [[(m.block, m.page) for m in moves if m.rank == rank] for rank in range(self._programs.layout.dp)]
+
+    def _load(self, moves: Sequence[Move]) -> None:
+        if moves:
+            assert self._programs.transfers is not None and self._host is not None
+            self._cache = self._programs.transfers.load(self._cache, self._host, self._by_rank(moves))
+            self._loaded += len(moves) * self._programs.block_size * self._host.shape[0] * self._programs.layout.dcp
+
+    def _write_back(self, moves: Sequence[Move]) -> list[Any]:
+        if not moves:
+            return []
+        assert self._programs.transfers is not None and self._host is not None
+        self._host, copied = self._programs.transfers.write_back(self._cache, self._host, self._by_rank(moves))
+        return copied
+
+    def _rows_away(self, chunk: Chunk, page_of: np.ndarray) -> int:
+        """Rows over all layers that a staged chunk takes from the host."""
+        known = -(-chunk.start // (self._programs.block_size * self._programs.layout.dcp))
+        away = int((page_of[list(chunk.blocks[:known])] < 0).sum())
+        return away * self._programs.block_size * self._programs.layout.dcp * self._host_layers
+
+    @property
+    def _host_layers(self) -> int:
+        return 0 if self._host is None else self._host.shape[0]
 
 
 def rectangles(chunks: Sequence[Sequence[Chunk]], rows: int) -> Iterator[tuple[Sequence[Chunk], ...]]:
@@ -87,6 +153,9 @@ def fill_row(inputs: StepInputs, row: int, chunk: Chunk) -> None:
     inputs.continues[row], inputs.limit[row] = not chunk.token_ids, chunk.limit
     inputs.next_token[row] = -1 if chunk.next_token is None else chunk.next_token
     inputs.slot[row] = chunk.slot if chunk.samples else -1
+    if chunk.lease and inputs.region_table.shape[1]:
+        inputs.region_table[row], inputs.region_lease[row] = chunk.region, chunk.lease
+        inputs.region_slot[row] = chunk.slot
     inputs.top_k[row] = max(how.top_k, 0)
     inputs.wants_logprobs[row] = how.logprobs is not None
     seed = chunk.seed % (1 << 64)

@@ -18,69 +18,15 @@ No livelock: the first running request can take blocks from all others and alone
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping
-from typing import Literal
+from collections.abc import Collection, Sequence
 
-from glmjax.errors import ConfigError, RequestError
+from glmjax.errors import RequestError
 from glmjax.serving.blocks import BlockPool, extend_digests
-from glmjax.serving.plan import Chunk, Plan, Sampled, TokenLogprobs
-from glmjax.serving.request import Request, Status, banned_ids, complete
-from glmjax.types import FinishReason
-
-ACCEPTED_AT = "num_accepted_tokens_at_"  # a position of the drafts; see ``Scheduler.gauges``
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of the scheduler.
-
-    Attributes:
-      max_num_seqs: running sequences at most.
-      max_num_batched_tokens: budget of a step.
-      max_model_len: prompt and output of a sequence at most.
-      block_size, num_blocks: shape of the KV pool.
-      policy: "fcfs", or "priority": lower values first, then arrival.
-      max_prefill_chunk: tokens of one request in a step at most; None: the budget.
-      num_speculative_tokens: drafts that a decoding request may have in a step; they count against the budget.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    enable_prefix_caching: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    max_prefill_chunk: int | None = None
-    num_speculative_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        sizes = ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks")
-        least = {**dict.fromkeys(sizes, 1), "max_model_len": 2, "num_speculative_tokens": 0}
-        if self.max_prefill_chunk is not None:
-            least["max_prefill_chunk"] = 1
-        for field, low in least.items():
-            if getattr(self, field) < low:
-                raise ConfigError(f"{field} must be at least {low}, got {getattr(self, field)}")
-        if self.max_num_batched_tokens <= self.num_speculative_tokens:
-            raise ConfigError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} does not hold one token and its "
-                f"num_speculative_tokens={self.num_speculative_tokens} drafts: give at least "
-                f"{self.num_speculative_tokens + 1}"
-            )
-        if self.policy not in ("fcfs", "priority"):
-            raise ConfigError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """What a step did for one request that sampled: new tokens, and how they end it, if they do."""
-
-    request: Request
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+from glmjax.serving.draft_counts import DraftCounts
+from glmjax.serving.offload import Offloading
+from glmjax.serving.plan import Chunk, Plan, Results, Sampled
+from glmjax.serving.request import Request, Status, Update, banned_ids, complete
+from glmjax.serving.scheduler_config import SchedulerConfig
 
 
 class Scheduler:
@@ -90,14 +36,15 @@ class Scheduler:
         self.config = config
         self.eos_ids = frozenset(eos_ids)
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
+        self.offload: Offloading | None = None
+        if config.num_pages is not None:
+            self.offload = Offloading(self.pool, config.num_pages, config.region_pages)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # tokens looked up at first admissions
         self.prefix_cache_hits = 0  # and those found
-        self.num_drafts = 0  # steps of a request in which drafts were verified
-        self.num_draft_tokens = 0  # and the drafts
-        self.num_accepted = [0] * config.num_speculative_tokens  # by position
+        self.drafts = DraftCounts(config.num_speculative_tokens)
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._admissions = itertools.count(1)
@@ -105,7 +52,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) or (self.offload is not None and self.offload.has_work)
 
     @property
     def load(self) -> int:
@@ -122,34 +69,38 @@ class Scheduler:
             "num_preemptions": self.num_preemptions,
             "prefix_cache_queries": self.prefix_cache_queries,
             "prefix_cache_hits": self.prefix_cache_hits,
-            **self._draft_counts(),
+            **self.drafts.gauges(),
+            **({} if self.offload is None else self.offload.gauges()),
         }
-
-    def _draft_counts(self) -> dict[str, int]:
-        if not self.config.num_speculative_tokens:
-            return {}
-        counts = {"num_drafts": self.num_drafts, "num_draft_tokens": self.num_draft_tokens}
-        counts["num_accepted_tokens"] = sum(self.num_accepted)
-        return counts | {f"{ACCEPTED_AT}{i}": count for i, count in enumerate(self.num_accepted)}
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV; running requests keep theirs."""
         self.pool.reset()
+        if self.offload is not None:
+            self.offload.reset_prefix_cache(r.blocks for r in self.running)
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that one request can hold."""
+        config = self.config
+        keeps_pages = config.num_pages is not None and not config.region_pages
+        return min(config.num_blocks, config.num_pages or 1) if keeps_pages else config.num_blocks
 
     @property
     def max_sequence_tokens(self) -> int:
         """Longest prompt with output that context limit and pool allow."""
         config = self.config
-        return min(config.max_model_len, config.num_blocks * config.block_size + 1)
+        return min(config.max_model_len, self.max_blocks * config.block_size + 1)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise unless such a request could run alone.  Reads only the configuration."""
         blocks = self.pool.blocks_for(num_prompt_tokens + max_tokens - 1)
-        if blocks > self.config.num_blocks:
+        if blocks > self.max_blocks:
+            size = "hisparse_host_gib" if self.config.region_pages else "num_device_blocks"
             raise RequestError(
                 f"a prompt of {num_prompt_tokens} tokens with max_tokens={max_tokens} needs "
                 f"{blocks} KV blocks of {self.config.block_size} tokens, and the pool has "
-                f"{self.config.num_blocks}; lower max_tokens or raise num_device_blocks",
+                f"{self.max_blocks}; lower max_tokens or raise {size}",
                 "max_tokens" if num_prompt_tokens < self.max_sequence_tokens else "prompt",
             )
 
@@ -174,6 +125,8 @@ class Scheduler:
         """Take every request out and forget all cached KV: the device's cache is gone."""
         for request in list(self._requests.values()):
             self._retire(request)
+        if self.offload is not None:
+            self.offload.clear()
         self.pool.reset()
 
     def schedule(self) -> Plan:
@@ -191,24 +144,35 @@ class Scheduler:
             size = self._chunk_size(request, budget)
             if size == 0:
                 budget = 0  # what is left is not for those behind it
-            elif not self._grow(request, self._reach(request, size)):
+            elif not self._grow(request, self._reach(request, size)) or not self._place(request, size):
                 budget = 0
             else:
                 chunks.append(self._chunk(request, size))
                 budget -= size
 
         if self.num_preemptions == preemptions:
-            while budget > 0 and self.waiting and self._admit(self.waiting[0]):
+            while budget > 0 and self.waiting and self._admit(self.waiting[0], budget):
                 request = self.waiting.pop(0)
                 bisect.insort(self.running, request, key=self._precedence)
                 size = self._chunk_size(request, budget)
+                if not self._place(request, size):
+                    break
                 chunks.append(self._chunk(request, size))
                 budget -= size
-        return Plan(tuple(chunks))
+        if self.offload is None:
+            return Plan(tuple(chunks))
+        # Only now it is known whose pages are left.
+        chunks = [
+            dataclasses.replace(c, staged=len(c.token_ids) > 1 and self.offload.is_staged(self._requests[c.request_id]))
+            for c in chunks
+        ]
+        page_of, loads, write_backs = self.offload.planned()
+        return Plan(tuple(chunks), (page_of,), loads, write_backs)
 
-    def commit(self, plan: Plan, outputs: Mapping[str, Sampled]) -> list[Update]:
+    def commit(self, plan: Plan, results: Results) -> list[Update]:
         """Enter a step's results; requests aborted meanwhile are passed over."""
-        updates = []
+        updates = self._commit_copies(plan, results)
+        outputs = results.sampled
         for chunk in plan.chunks:
             request = self._requests.get(chunk.request_id)
             if request is None or request.status is not Status.RUNNING or request.admission != chunk.admission:
@@ -219,11 +183,34 @@ class Scheduler:
                 updates.append(update)
                 if update.finish_reason is not None:
                     self._retire(request)
+        if plan.write_backs:
+            for request in self.running:
+                self._publish(request)
+        return updates
+
+    def _commit_copies(self, plan: Plan, results: Results) -> list[Update]:
+        """Enter which pages the host has now, and end the requests whose rows it did not get or give."""
+        updates = []
+        errors = dict(results.errors)
+        if self.offload is not None:
+            self.offload.copied(plan.write_backs, results.failed)
+            lost = {move.block for move in results.failed}
+            if lost:
+                why = "a copy of its KV rows to the host failed"
+                errors |= {r.request_id: why for r in self.running if not lost.isdisjoint(r.blocks)}
+        for request_id, why in errors.items():
+            if (request := self._requests.get(request_id)) is not None:
+                self._retire(request, keep=False)
+                updates.append(Update(request, (), (), "abort", error=why))
         return updates
 
     def check(self) -> None:
         """Raise unless every invariant holds."""
-        self.pool.check(r.blocks for r in self.running)
+        holders: list[Sequence[int]] = [r.blocks for r in self.running]
+        if self.offload is not None:
+            self.offload.check(self.running)
+            holders += self.offload.holders()
+        self.pool.check(holders)
         for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
             _require(queue == sorted(queue, key=self._precedence), "a queue is out of order")
             _require(all(r.status is status for r in queue), "a request is in the wrong queue")
@@ -271,8 +258,30 @@ class Scheduler:
         """Blocks for positions before ``end``, but none that it can never use."""
         return self.pool.blocks_for(min(end, self._horizon(request)))
 
+    def _place(self, request: Request, size: int) -> bool:
+        """With KV offload, get pages for its next chunk, at the cost of the last in order; False if it has to wait."""
+        if self.offload is None:
+            return True
+        blocks, single = self._blocks_to_reach(request, self._reach(request, size)), request.continues or size == 1
+        while not self.offload.prepared(request, blocks, single=single):
+            # Not those before it: their chunks are planned by the pages that they have.
+            behind = self.running[self.running.index(request) :]
+            if self.offload.spill(reversed(behind)):
+                continue
+            victim = behind[-1]
+            if self.offload.will_free_pages or self._ends_in_flight(victim):
+                return False
+            # A step in flight may need less than it was given room for, or leave blocks to be copied.
+            if victim is request and (request.in_flight or self.offload.can_seal(request, self._num_full(request))):
+                return False
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
     def _chunk(self, request: Request, size: int) -> Chunk:
         """Plan its next tokens, and count them as computed."""
+        region, lease = ((), 0) if self.offload is None else self.offload.region_of(request)
         blocks = request.blocks[: self._blocks_to_reach(request, self._reach(request, size))]
         continues = request.continues
         start = request.num_tokens - 1 + request.in_flight if continues else request.num_computed
@@ -300,6 +309,8 @@ class Scheduler:
             seed=request.seed,
             banned_ids=banned,
             ban_end=request.num_prompt_tokens + request.sampling.min_tokens if banned else 0,
+            region=region,
+            lease=lease,
         )
 
     def _grow(self, request: Request, end: int) -> bool:
@@ -316,10 +327,16 @@ class Scheduler:
             if victim is request:
                 return False
         if need > 0:
-            request.blocks += tuple(self.pool.allocate(need))
+            request.blocks += self._allocate(need)
         return True
 
-    def _admit(self, request: Request) -> bool:
+    def _allocate(self, count: int) -> tuple[int, ...]:
+        blocks = tuple(self.pool.allocate(count))
+        if self.offload is not None:
+            self.offload.claimed(blocks)
+        return blocks
+
+    def _admit(self, request: Request, budget: int) -> bool:
         """Lease blocks for all known tokens, cached ones first; False if it has to wait.
 
         The hit leaves at least one token to compute, so that no shared block is written.  Each
@@ -339,8 +356,16 @@ class Scheduler:
         need = self._blocks_to_reach(request, end) - len(hit)
         if need + len(self.running) > self.pool.free_blocks - self.pool.num_idle(hit):
             return False
+        chunk = min(budget, self.config.max_prefill_chunk or budget)
+        at_once = min(need, self.pool.blocks_for(chunk) + 1) if self.config.region_pages else need
+        if self.offload is not None:
+            running = (self.pool.blocks_for(self._horizon(r)) for r in self.running)
+            if not self.offload.can_start(running, hit, self.pool.blocks_for(self._horizon(request)), at_once):
+                return False
         self.pool.share(hit)
-        request.blocks = (*hit, *self.pool.allocate(need))
+        request.blocks = (*hit, *self._allocate(need))
+        if self.offload is not None:
+            self.offload.started(request, hit, at_once)
         request.num_published = len(hit)
         request.num_computed = len(hit) * self.config.block_size
         request.slot, request.admission = self._slots.pop(), next(self._admissions)
@@ -362,11 +387,7 @@ class Scheduler:
             raise RuntimeError(
                 f"{len(new_ids)} tokens came back for {request.request_id}, and there may be 1 to {most}"
             )
-        if sampled.num_drafts:
-            self.num_drafts += 1
-            self.num_draft_tokens += sampled.num_drafts
-            for position in range(len(new_ids) - 1):
-                self.num_accepted[position] += 1
+        self.drafts.add(sampled)
         end = complete(request, new_ids, self.eos_ids, self.config.max_model_len)
         new_ids = new_ids[: end.num_kept]
         request.token_ids.extend(new_ids)
@@ -377,9 +398,15 @@ class Scheduler:
         logprobs = sampled.logprobs[: len(new_ids)]
         return Update(request, new_ids, logprobs, end.finish_reason, end.stop_reason)
 
+    def _num_full(self, request: Request) -> int:
+        """Leading blocks that nothing writes to any more once the steps in flight are done."""
+        return min(request.num_computed, request.num_tokens) // self.config.block_size
+
     def _publish(self, request: Request) -> None:
         size = self.config.block_size
-        done = min(request.num_computed, request.num_tokens) // size
+        done = self._num_full(request)
+        if self.offload is not None:
+            done = self.offload.computed(request, done, request.num_published)
         if not self.config.enable_prefix_caching or done <= request.num_published:
             return
         extend_digests(request.digests, request.token_ids, size, request.cache_salt)
@@ -389,22 +416,26 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
-        self._free(request)
+        self._free(request, keep=False)
         request.status = Status.WAITING
         bisect.insort(self.waiting, request, key=self._precedence)
         self.num_preemptions += 1
 
-    def _retire(self, request: Request) -> None:
+    def _retire(self, request: Request, *, keep: bool = True) -> None:
         queue = self.running if request.status is Status.RUNNING else self.waiting
         queue.remove(request)
-        self._free(request)
+        self._free(request, keep=keep and self.config.enable_prefix_caching)
         request.status = Status.FINISHED
         del self._requests[request.request_id]
 
-    def _free(self, request: Request) -> None:
+    def _free(self, request: Request, *, keep: bool) -> None:
+        """Give up its slot and blocks; with ``keep`` those that are still to be copied to the host later."""
+        blocks: Sequence[int] = request.blocks
         if request.status is Status.RUNNING:
             self._slots.append(request.slot)
-        self.pool.release(request.blocks)
+            if self.offload is not None:
+                blocks = self.offload.ended(request, keep=keep)
+        self.pool.release(blocks)
         request.blocks = ()
         request.num_computed = request.in_flight = request.most_in_flight = 0
         request.continues = False

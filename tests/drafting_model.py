@@ -19,7 +19,8 @@ from glmjax.serving.clock import Clock
 from glmjax.serving.data_parallel import DataParallelScheduler
 from glmjax.serving.engine import Engine
 from glmjax.serving.runner import ProgramRunner
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.sharding.layout import Layout
 from glmjax.sharding.partition import param_specs
 from glmjax.speculation import Speculation
@@ -92,7 +93,9 @@ def make_programs(
 
 
 def make_engine(runner: Any, programs: Programs, **limits: Any) -> Engine:
-    layout = programs.layout
+    layout, offload = programs.layout, programs.offload
+    if offload is not None:
+        limits = {"num_pages": offload.num_pages, "region_pages": offload.region_pages, **limits}
     config = SchedulerConfig(
         **{
             "max_num_seqs": programs.num_slots,

@@ -23,7 +23,8 @@ from glmjax.serving.clock import Clock
 from glmjax.serving.engine import Engine
 from glmjax.serving.parsers import TAGS
 from glmjax.serving.runner import ProgramRunner
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.serving.tokenizer import Tokenizer
 from glmjax.step_io import MAX_BANNED
 

@@ -39,7 +39,7 @@ MAY_IMPORT = {
 }
 MAY_IMPORT["face"] = {"face", *MAY_IMPORT}
 # Of the sharding folder, serving knows the plain mathematics and not the collectives or the compiler.
-SERVING_ALSO = {"glmjax.sharding.layout", "glmjax.sharding.cp", "glmjax.sharding.cost"}
+SERVING_ALSO = {"glmjax.sharding.layout", "glmjax.sharding.cp", "glmjax.sharding.cost", "glmjax.sharding.relayout"}
 
 BELOW_SERVING = {"root", "values", "kernels", "sharding", "model", "programs"}
 NOT_FACE = {*BELOW_SERVING, "serving", "agentx"}

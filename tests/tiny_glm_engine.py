@@ -38,7 +38,7 @@ def first_drafts(num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
         Chunk(str(r), tuple(text[:PROMPT].tolist()), 0, tuple(range(8 * r, 8 * r + 8)), True, GREEDY, slot=r)
         for r, text in enumerate(texts)
     ]
-    sampled = runner.finish(runner.start(Plan(tuple(chunks))))
+    sampled = runner.finish(runner.start(Plan(tuple(chunks)))).sampled
     assert [sampled[str(r)].token_ids[0] for r in range(2)] == texts[:, PROMPT].tolist()
     return np.asarray(runner._state.drafts)[:2], recorded
 

@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -163,8 +163,8 @@ class Sequences:
             times.append(1e3 * (time.perf_counter() - began))
         return times
 
-    def _run(self, *chunks: Chunk) -> dict[str, Sampled]:
-        return self.runner.finish(self.runner.start(Plan(chunks)))
+    def _run(self, *chunks: Chunk) -> Mapping[str, Sampled]:
+        return self.runner.finish(self.runner.start(Plan(chunks))).sampled
 
     def _chunk(self, row: int, tokens: tuple[int, ...], start: int, *, samples: bool) -> Chunk:
         blocks = range(row * self.job.blocks, (row + 1) * self.job.blocks)

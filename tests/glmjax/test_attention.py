@@ -34,7 +34,8 @@ def attention(params, config, layer, x, dtype, chosen):
     )
     kv = KV(make_cache(config, *x.shape[:2], dtype), None)
     kv = insert_kv(weights, config, kv, layer, rows, angles, share)
-    slots = selected_slots(share, chosen.reshape(rows.shape[0], -1))
+    chosen = chosen.reshape(rows.shape[0], -1)
+    kv, slots, _ = selected_slots(kv, share, chosen, layer=layer, indexer=0, followers=0)
     latent = query_latent(weights, config, rows)
     return attend(weights, config, kv, layer, latent, angles, slots, share, Ahead())[0].reshape(x.shape), kv.cache
 

@@ -24,28 +24,30 @@ from glmjax.types import MAX_LOGPROBS
 
 @st.composite
 def step_inputs(draw):
-    shape = StepShape(draw(st.integers(1, 4)), draw(st.integers(1, 5)))
-    width = draw(st.integers(1, 3))
+    shape = StepShape(draw(st.integers(1, 4)), draw(st.integers(1, 5)), decode=draw(st.booleans()))
+    width, pages = draw(st.integers(1, 3)), draw(st.integers(0, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    inputs = StepInputs.empty(shape, width)
+    inputs = StepInputs.empty(shape, width, pages)
     for field in dataclasses.fields(inputs):
         array = getattr(inputs, field.name)
         if array.dtype == np.float32:
             array[:] = rng.standard_normal(array.shape)
         else:
             array[:] = rng.integers(np.iinfo(array.dtype).min, np.iinfo(array.dtype).max, array.shape, endpoint=True)
-    return shape, width, inputs
+    return shape, width, pages, inputs
 
 
 @given(step_inputs())
 def test_inputs_arrive_as_they_were_packed(case):
-    shape, width, inputs = case
+    shape, width, pages, inputs = case
     packed = inputs.pack()
-    assert packed.shape == (shape.requests, packed_width(shape, width)) and packed.dtype == np.int32
-    rows = unpack(jnp.asarray(packed), shape, width)
+    assert packed.shape == (shape.requests, packed_width(shape, width, pages)) and packed.dtype == np.int32
+    rows = unpack(jnp.asarray(packed), shape, width, pages)
+    assert rows.regions.table.shape[1] == (pages if shape.decode else 0)
     for field in dataclasses.fields(inputs):
-        sent = getattr(inputs, field.name)
-        got = np.asarray(getattr(rows if hasattr(rows, field.name) else rows.how, field.name))
+        sent, name = getattr(inputs, field.name), field.name.removeprefix("region_")
+        where = rows.regions if name != field.name else rows if hasattr(rows, name) else rows.how
+        got = np.asarray(getattr(where, name))
         if field.name in ("wants_logprobs", "continues"):
             sent = sent > 0
         assert got.dtype == sent.dtype and got.tobytes() == sent.tobytes(), field.name

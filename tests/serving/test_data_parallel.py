@@ -11,7 +11,8 @@ from glmjax.serving.engine import Engine
 from glmjax.serving.fake import FakeRunner
 from glmjax.serving.plan import Chunk
 from glmjax.serving.runner import rectangles
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.types import SamplingParams
 
 VOCAB = 97

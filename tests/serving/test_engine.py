@@ -11,7 +11,8 @@ from glmjax.errors import RequestError
 from glmjax.serving.clock import ManualClock
 from glmjax.serving.engine import Engine, EngineError
 from glmjax.serving.fake import FakeRunner, default_next_token
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.serving.tokenizer import Tokenizer
 from glmjax.types import Logprob, SamplingParams
 

@@ -22,7 +22,8 @@ from glmjax.serving.engine import Engine
 from glmjax.serving.fake import FakeRunner
 from glmjax.serving.http import HttpOptions, build_app
 from glmjax.serving.parsers import TAGS
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.serving.server import Server
 from glmjax.serving.tokenizer import Tokenizer
 

@@ -1,7 +1,9 @@
 """Metrics under vLLM's names."""
 
 from glmjax.serving.metrics import Metrics
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.plan import Sampled
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
 
 
 def exposition(num_speculative_tokens):
@@ -14,8 +16,8 @@ def exposition(num_speculative_tokens):
         num_speculative_tokens=num_speculative_tokens,
     )
     scheduler = Scheduler(config)
-    scheduler.num_drafts, scheduler.num_draft_tokens = 10, 20
-    scheduler.num_accepted = [7, 5][:num_speculative_tokens]
+    for accepted in (0, 0, 0, 1, 1, 2, 2, 2, 2, 2) if num_speculative_tokens else ():
+        scheduler.drafts.add(Sampled((1,) * (accepted + 1), num_drafts=2))
     return Metrics(scheduler.gauges, "m").exposition().decode()
 
 

@@ -8,7 +8,8 @@ from reference import REFERENCE
 from glmjax.api import LLM
 from glmjax.serving.clock import Clock
 from glmjax.serving.engine import Engine
-from glmjax.serving.scheduler import Scheduler, SchedulerConfig
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.types import SamplingParams
 
 FOLDER = REFERENCE / "tiny_glm"

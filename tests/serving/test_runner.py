@@ -362,6 +362,6 @@ def test_only_chunks_that_sample_give_tokens(runner):
         Chunk("part", ids[:16], 0, (0, 1), False, greedy(), next_token=ids[16]),
         Chunk("whole", ids, 0, (2, 3, 4), True, greedy(), slot=1),
     ]
-    first = runner.finish(runner.start(Plan(tuple(chunks))))
-    rest = runner.finish(runner.start(Plan((Chunk("part", ids[16:], 16, (0, 1, 5), True, greedy()),))))
+    first = runner.finish(runner.start(Plan(tuple(chunks)))).sampled
+    rest = runner.finish(runner.start(Plan((Chunk("part", ids[16:], 16, (0, 1, 5), True, greedy()),)))).sampled
     assert set(first) == {"whole"} and first["whole"] == rest["part"]
