@@ -113,17 +113,21 @@ class EngineOptions:
             _one_of("kv_offload", self.kv_offload, ("host",))
         _one_of("hisparse_reads", self.hisparse_reads, ("auto", "xla", "address"))
         _whole("hisparse_buffer", self.hisparse_buffer, least=1)
-        if (self.kv_offload is None) != (self.kv_offload_gib is None):
+        if self.kv_offload is None and self.kv_offload_gib is not None:
             raise ConfigError(
-                f"kv_offload={self.kv_offload!r} and kv_offload_gib={self.kv_offload_gib!r}: give both or none of them"
+                f"kv_offload_gib must be left at None without kv_offload='host', got {self.kv_offload_gib!r}"
             )
+        if self.kv_offload is not None and self.kv_offload_gib is None:
+            raise ConfigError(f"kv_offload must be left at None without kv_offload_gib, got {self.kv_offload!r}")
         if self.kv_offload is not None and self.hisparse_host_gib is not None:
             raise ConfigError(
                 "kv_offload='host' is the baseline without HiSparse, and hisparse_host_gib="
                 f"{self.hisparse_host_gib!r} asks for HiSparse: give one of them"
             )
         if self.hisparse_host_gib is None and self.hisparse_buffer is not None:
-            raise ConfigError(f"hisparse_buffer={self.hisparse_buffer} needs hisparse_host_gib")
+            raise ConfigError(
+                f"hisparse_buffer must be left at None without hisparse_host_gib, got {self.hisparse_buffer!r}"
+            )
 
     @property
     def host_gib(self) -> float | None:

@@ -72,8 +72,8 @@ def sparse_mla_hopper(
     used = jnp.max(jnp.where(rows >= 0, tiles, 0), axis=1)
     kernel = make_kernel(T, H, scale, quantized, config, simulate, interpret)
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
-    out, lse = kernel(query_latent, query_rope, latent, latent_scale, rope, rows, used, layers)
-    return (out[:, 0], lse[:, 0]) if config.splits == 1 else merge_parts(out, lse)
+    out, lse, *_ = kernel(query_latent, query_rope, latent, latent_scale, rope, rows, used, layers)
+    return (out[:, 0], lse[:, 0]) if config.splits == config.cluster else merge_parts(out, lse)
 
 
 def default_config(queries: int, heads: int, rows: int, quantized: bool) -> Config:

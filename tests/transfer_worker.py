@@ -28,7 +28,13 @@ def main():
     rows = noise(info, job["blocks"], 0)
     connector = make_connector(info, rows, Clock(), Settings(**job.get("settings", {})))
     lines = queue.SimpleQueue()
-    threading.Thread(target=lambda: [lines.put(line) for line in (*sys.stdin, "")], daemon=True).start()
+
+    def listen():
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=listen, daemon=True).start()
     say(ready=info.engine_id)
     while True:
         for lease in connector.collect():
