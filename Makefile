@@ -57,4 +57,6 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing glmjax and its test tools into $(VENV)"
 	@$(PIP) install --editable '.[dev,aot]' --constraint constraints.txt
+	@# NIXL is for Linux, and does without the torch that it names as a requirement.
+	@test "$$(uname -s)" != Linux || $(PIP) install --no-deps nixl-cu12 --constraint constraints.txt
 	@touch $(VENV)/.base $@

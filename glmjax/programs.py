@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from glmjax.cache import CacheDtype, KVCache, abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
+from glmjax.handoff import BlockCopies
 from glmjax.host_pool import abstract_host_pool, address_sharding, addresses, make_host_pool
 from glmjax.params import Params, QuantizedWeight, fp8_as_bytes
 from glmjax.sharding import aot, cp
@@ -320,6 +321,15 @@ class Programs:
         with self._lock:
             self.compilations += 1
         return shape, compiled
+
+    def block_copies(self, most: int = 16) -> BlockCopies:
+        """Compiles the copies of whole blocks for handing requests over, see ``glmjax.handoff``."""
+        if self.offload is not None:
+            raise ConfigError("blocks whose rows are in two tiers are not copied out of the device's pools")
+        self.compilations += 2
+        return BlockCopies(
+            self.abstract_cache(), self.block_size, most, self.layout, self.mesh, self._compiler_options
+        )
 
     def _compile_transfers(self, offload: Offload) -> Transfers:
         self.compilations += 2

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from glmjax.errors import RequestError
 
@@ -146,6 +146,7 @@ class RequestOutput:
 
     Attributes:
       num_cached_tokens: prompt tokens whose KV came from the prefix cache (largest over the completions).
+      kv_transfer_params: where another engine can fetch the prompt's KV, if it was asked for.
     """
 
     request_id: str
@@ -154,3 +155,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None

@@ -6,22 +6,30 @@ configuration hold for each.  A request stays with the rank that it was given to
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from glmjax.serving.plan import Chunk, Move, Plan, Results
+from glmjax.serving.handoff import Handoff
+from glmjax.serving.plan import Chunk, Handover, Move, Plan, Results
 from glmjax.serving.request import Request, Update
 from glmjax.serving.scheduler import Scheduler
 from glmjax.serving.scheduler_config import SchedulerConfig
+from glmjax.serving.transfer.interface import Offer
 
 
 class DataParallelScheduler:
     """The interface of ``Scheduler`` over several; a new request goes to the least loaded one."""
 
-    def __init__(self, config: SchedulerConfig, ranks: int, eos_ids: Collection[int] = ()):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        ranks: int,
+        eos_ids: Collection[int] = (),
+        handoffs: Sequence[Handoff | None] | None = None,
+    ):
         self.config = config
-        self.ranks = tuple(Scheduler(config, eos_ids) for _ in range(ranks))
+        self.ranks = tuple(Scheduler(config, eos_ids, handoff) for handoff in handoffs or [None] * ranks)
         self._rank_of: dict[str, int] = {}
 
     @property
@@ -65,25 +73,49 @@ class DataParallelScheduler:
             scheduler.clear()
         self._rank_of.clear()
 
+    def tick(self, now: float) -> None:
+        for scheduler in self.ranks:
+            scheduler.tick(now)
+
+    def take_handoffs(self) -> tuple[list[Update], dict[str, Offer]]:
+        failures: list[Update] = []
+        offers: dict[str, Offer] = {}
+        for scheduler in self.ranks:
+            failed, offered = scheduler.take_handoffs()
+            failures += failed
+            offers |= offered
+        for update in failures:
+            del self._rank_of[update.request.request_id]
+        return failures, offers
+
     def schedule(self) -> Plan:
         """The ranks' plans as one."""
         chunks: list[Chunk] = []
         pages: list[np.ndarray] = []
         loads: list[Move] = []
         write_backs: list[Move] = []
+        sends: list[Handover] = []
+        receives: list[Handover] = []
         for rank, scheduler in enumerate(self.ranks):
             own = scheduler.schedule()
             chunks += (dataclasses.replace(chunk, rank=rank) for chunk in own.chunks)
             pages += own.page_of
             loads += (dataclasses.replace(move, rank=rank) for move in own.loads)
             write_backs += (dataclasses.replace(move, rank=rank) for move in own.write_backs)
-        return Plan(tuple(chunks), tuple(pages), tuple(loads), tuple(write_backs))
+            sends += (dataclasses.replace(move, rank=rank) for move in own.sends)
+            receives += (dataclasses.replace(move, rank=rank) for move in own.receives)
+        return Plan(tuple(chunks), tuple(pages), tuple(loads), tuple(write_backs), tuple(sends), tuple(receives))
 
     def commit(self, plan: Plan, results: Results) -> list[Update]:
         updates = []
         for rank, scheduler in enumerate(self.ranks):
             mine = {c.request_id for c in plan.chunks if c.rank == rank}
-            own = Plan(tuple(c for c in plan.chunks if c.rank == rank), write_backs=_of_rank(plan.write_backs, rank))
+            own = Plan(
+                tuple(c for c in plan.chunks if c.rank == rank),
+                write_backs=_of_rank(plan.write_backs, rank),
+                sends=tuple(m for m in plan.sends if m.rank == rank),
+                receives=tuple(m for m in plan.receives if m.rank == rank),
+            )
             errors = {name: why for name, why in results.errors.items() if name in mine}
             updates += scheduler.commit(own, Results(results.sampled, _of_rank(results.failed, rank), errors))
         for update in updates:

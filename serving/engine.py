@@ -33,9 +33,13 @@ from glmjax.serving.handle import EngineError, OnOutput, RequestHandle
 from glmjax.serving.plan import Plan, Runner
 from glmjax.serving.request import Request, Update
 from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.transfer.interface import Offer
+from glmjax.serving.transfer.params import to_params
 from glmjax.types import SamplingParams
 
 log = logging.getLogger(__name__)
+
+TRANSFER_POLL = 0.001  # seconds between looks at transfers while there is nothing else to do
 
 _COUNTERS = ("prompt_tokens", "cached_tokens", "generation_tokens")
 _FINISHED = ("finished_stop", "finished_length", "finished_abort", "finished_error")
@@ -70,11 +74,13 @@ class Engine:
         self._counters: collections.Counter[str] = collections.Counter()
         self._live: dict[str, tuple[RequestHandle, int]] = {}  # by sequence, while in the scheduler
         self._in_flight: tuple[Plan, Any] | None = None  # started, results not entered
+        self._leaving: dict[str, tuple[RequestHandle, int, Update, str]] = {}  # their last delta waits for an offer
 
         self._wake = threading.Condition()  # guards what follows
         self._seeds = random.Random(seed)
         self._serial = itertools.count()
         self._handles: dict[str, RequestHandle] = {}
+        self._held: set[str] = set()  # by request; not in the scheduler
         self._commands: collections.deque[Callable[[], object]] = collections.deque()
         self._error: Exception | None = None
         self._closing = False
@@ -89,6 +95,7 @@ class Engine:
         """
         try:
             self._take_commands()
+            self.scheduler.tick(self.clock.monotonic())
             plan = self.scheduler.schedule()
             self._note_scheduled(plan)
             before, self._in_flight = self._in_flight, None
@@ -97,6 +104,9 @@ class Engine:
             if before is not None:
                 plan, started = before
                 self._deliver(self.scheduler.commit(plan, self.runner.finish(started)))
+            elif plan.is_empty and self.scheduler.has_work:
+                self._wait_for_transfers()
+            self._deliver_handoffs()
         except Exception as error:
             log.exception("a step failed; the engine takes no more requests")
             self._fail(error)
@@ -130,8 +140,15 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         on_output: OnOutput | None = None,
+        send: bool = False,
+        offer: Offer | None = None,
+        held: bool = False,
     ) -> RequestHandle:
         """Check and queue a request; RequestError at once if it cannot be served as asked.
+
+        ``send`` offers its KV to another engine once its prompt is computed, and ``offer`` says where this engine can
+        fetch it (the first completion does, others find it in the prefix cache).  ``held`` leaves it out of the queue
+        until ``go_on``.
 
         ``on_output`` gets every delta in the stepping thread and should only pass it on.  A sequence
         id carries a serial number, so that the runner never sees one twice.
@@ -157,9 +174,24 @@ class Engine:
                 for index in range(sampling.n)
             ]
             handle = RequestHandle(request_id, prompt, requests, streams, arrival, on_output)
+            requests[0].send, requests[0].offer = send, offer
             self._handles[request_id] = handle
-            self._command(functools.partial(self._admit, handle))
+            if held:
+                self._held.add(request_id)
+            else:
+                self._command(functools.partial(self._admit, handle))
         return handle
+
+    def go_on(self, request_id: str, offer: Offer | None = None) -> bool:
+        """Queue a request that was held, whose KV may be fetched now; False if it has been aborted meanwhile."""
+        with self._wake:
+            if request_id not in self._held:
+                return False
+            self._held.remove(request_id)
+            handle = self._handles[request_id]
+            handle.requests[0].offer = offer
+            self._command(functools.partial(self._admit, handle))
+            return True
 
     def abort(self, request_id: str) -> bool:
         """End a request at the next step; False if there is none of this id (any more)."""
@@ -291,7 +323,11 @@ class Engine:
             self.scheduler.add(request)
 
     def _abort(self, handle: RequestHandle) -> None:
+        held = handle.request_id in self._held
+        self._held.discard(handle.request_id)
         for index, request in enumerate(handle.requests):
+            if held:
+                self._cut_short(handle, index)
             if self._live.pop(request.request_id, None) is not None:
                 self.scheduler.abort(request.request_id)
                 self._cut_short(handle, index)
@@ -303,6 +339,8 @@ class Engine:
             self._commands.clear()
         self.scheduler.clear()
         self._live.clear()
+        self._leaving.clear()
+        self._held.clear()
         self._in_flight = None
         for handle in handles:
             handle.error = error
@@ -341,9 +379,26 @@ class Engine:
                 handle.error = EngineError(update.error)
             if update.finish_reason is not None:
                 del self._live[sequence_id]
+            if update.finish_reason is not None and update.request.send and update.error is None:
+                self._leaving[sequence_id] = handle, index, update, text
+                continue
             self._emit(handle, index, update, text)
             if update.error is not None:
                 self._abort(handle)  # the other completions of the request
+
+    def _deliver_handoffs(self) -> None:
+        """Tell owners of requests that can be fetched now, and of those that could not."""
+        failures, offers = self.scheduler.take_handoffs()
+        self._deliver(failures)
+        for sequence_id, offer in offers.items():
+            handle, index, update, text = self._leaving.pop(sequence_id)
+            handle.output.kv_transfer_params = to_params(offer)
+            self._emit(handle, index, update, text)
+
+    def _wait_for_transfers(self) -> None:
+        """Nothing can be computed until rows have come from elsewhere."""
+        with self._wake:
+            self._wake.wait(TRANSFER_POLL)
 
     def _cut_short(self, handle: RequestHandle, index: int) -> None:
         """End a completion that gets no further token, with the text held back unless the engine failed."""

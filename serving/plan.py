@@ -26,6 +26,20 @@ class Move:
 
 
 @dataclasses.dataclass(frozen=True)
+class Handover:
+    """Blocks of a request are copied to the stage, for another engine, or from it.
+
+    Attributes:
+      blocks: of the pool; stage: of the stage, one for each.
+    """
+
+    request_id: str
+    blocks: tuple[int, ...]
+    stage: tuple[int, ...]
+    rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Chunk:
     """Tokens of one request to compute in this step.
 
@@ -92,17 +106,21 @@ class Plan:
         none.
       loads: blocks that are copied into pages before the chunks run.
       write_backs: pages that are copied to the host after.
+      sends: computed blocks that are copied to the stage before the chunks run: they may have other owners by then.
+      receives: blocks that are copied from the stage before the chunks run.
     """
 
     chunks: tuple[Chunk, ...]
     page_of: tuple[np.ndarray, ...] = ()
     loads: tuple[Move, ...] = ()
     write_backs: tuple[Move, ...] = ()
+    sends: tuple[Handover, ...] = ()
+    receives: tuple[Handover, ...] = ()
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.chunks or self.loads or self.write_backs)
+        return not (self.chunks or self.loads or self.write_backs or self.sends or self.receives)
 
     @property
     def num_tokens(self) -> int:

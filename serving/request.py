@@ -17,6 +17,7 @@ import enum
 from collections.abc import Collection, Sequence
 
 from glmjax.serving.plan import TokenLogprobs
+from glmjax.serving.transfer.interface import Offer
 from glmjax.types import FinishReason, Logprob, SamplingParams
 
 
@@ -43,6 +44,8 @@ class Request:
       blocks: leased blocks in order of position; empty unless running.
       digests: chain digests of the leading full blocks of known tokens.
       num_published: leading blocks that were offered to, or came from, the prefix cache.
+      send: its KV is offered to another engine once its prompt is computed.
+      offer: where the KV of its prompt can be fetched; None once that is under way.
     """
 
     request_id: str
@@ -65,6 +68,8 @@ class Request:
     blocks: tuple[int, ...] = ()
     digests: list[bytes] = dataclasses.field(default_factory=list)
     num_published: int = 0
+    send: bool = False
+    offer: Offer | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)

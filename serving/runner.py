@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from glmjax.programs import Programs
+from glmjax.serving.exchange import Exchange, Leaving
 from glmjax.serving.plan import Chunk, Move, Plan, Results, Sampled, TokenLogprobs
 from glmjax.step_io import MAX_BANNED, StepInputs, StepOutputs
 
@@ -24,17 +25,19 @@ class Started:
     Attributes:
       rectangles: for each, the ranks' chunks, rows of a rank, packed outputs.
       copied: arrays that are there once its write-backs are.
+      leaving: blocks on their way to the stage.
     """
 
     rectangles: Sequence[tuple[tuple[Sequence[Chunk], ...], int, Any]]
     copied: Sequence[Any] = ()
+    leaving: Sequence[Leaving] = ()
 
 
 class ProgramRunner:
     """Implements ``plan.Runner``."""
 
-    def __init__(self, programs: Programs):
-        self._programs = programs
+    def __init__(self, programs: Programs, exchange: Exchange | None = None):
+        self._programs, self._exchange = programs, exchange
         self._cache = programs.make_cache()
         self._state = programs.make_state()
         self._host = programs.make_host() if programs.offload is not None else None
@@ -47,6 +50,11 @@ class ProgramRunner:
         """Dispatches every rectangle; the device has an order for them, and the host waits for none."""
         ranks = range(self._programs.layout.dp)
         started = []
+        leaving: Sequence[Leaving] = ()
+        if plan.sends or plan.receives:
+            assert self._exchange is not None
+            leaving = self._exchange.send(self._cache, plan.sends)
+            self._cache = self._exchange.receive(self._cache, plan.receives)
         self._load(plan.loads)
         for batches in rectangles([[c for c in plan.chunks if c.rank == rank] for rank in ranks], self._rows):
             chunks = [c for batch in batches for c in batch]
@@ -67,7 +75,7 @@ class ProgramRunner:
             self._steps += 1
             if staged:
                 self._loaded += sum(self._rows_away(c, plan.page_of[c.rank]) for c in chunks)
-        return Started(started, self._write_back(plan.write_backs))
+        return Started(started, self._write_back(plan.write_backs), leaving)
 
     def finish(self, started: Started) -> Results:
         sampled: dict[str, Sampled] = {}
@@ -80,6 +88,9 @@ class ProgramRunner:
                 sampled |= {c.request_id: read_row(host, row, c) for row, c in places if c.samples}
         for copied in started.copied:
             copied.block_until_ready()
+        if started.leaving:
+            assert self._exchange is not None
+            self._exchange.arrive(started.leaving)
         return Results(sampled)
 
     def stats(self) -> dict[str, int]:

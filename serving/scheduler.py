@@ -22,18 +22,22 @@ from collections.abc import Collection, Sequence
 
 from glmjax.errors import RequestError
 from glmjax.serving.blocks import BlockPool, extend_digests
+from glmjax.serving.chunks import next_chunk
 from glmjax.serving.draft_counts import DraftCounts
+from glmjax.serving.handoff import Handoff
 from glmjax.serving.offload import Offloading
 from glmjax.serving.plan import Chunk, Plan, Results, Sampled
-from glmjax.serving.request import Request, Status, Update, banned_ids, complete
+from glmjax.serving.request import Request, Status, Update, complete
+from glmjax.serving.scheduler_check import check_scheduler
 from glmjax.serving.scheduler_config import SchedulerConfig
+from glmjax.serving.transfer.interface import Offer
 
 
 class Scheduler:
     """Owns the requests and, through the pool, their blocks.  Not thread-safe: one thread calls it."""
 
-    def __init__(self, config: SchedulerConfig, eos_ids: Collection[int] = ()):
-        self.config = config
+    def __init__(self, config: SchedulerConfig, eos_ids: Collection[int] = (), handoff: Handoff | None = None):
+        self.config, self.handoff = config, handoff
         self.eos_ids = frozenset(eos_ids)
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.offload: Offloading | None = None
@@ -45,14 +49,16 @@ class Scheduler:
         self.prefix_cache_queries = 0  # tokens looked up at first admissions
         self.prefix_cache_hits = 0  # and those found
         self.drafts = DraftCounts(config.num_speculative_tokens)
-        self._requests: dict[str, Request] = {}
+        self.failures: list[Update] = []
+        self.offers: dict[str, Offer] = {}
+        self.requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._admissions = itertools.count(1)
-        self._slots = list(range(config.max_num_seqs))
+        self.free_slots = list(range(config.max_num_seqs))
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests) or (self.offload is not None and self.offload.has_work)
+        return bool(self.requests) or any(part.has_work for part in (self.offload, self.handoff) if part is not None)
 
     @property
     def load(self) -> int:
@@ -71,6 +77,7 @@ class Scheduler:
             "prefix_cache_hits": self.prefix_cache_hits,
             **self.drafts.gauges(),
             **({} if self.offload is None else self.offload.gauges()),
+            **({} if self.handoff is None else self.handoff.gauges()),
         }
 
     def reset_prefix_cache(self) -> None:
@@ -106,16 +113,16 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
-        if request.request_id in self._requests:
+        if request.request_id in self.requests:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         self.check_fits(request.num_prompt_tokens, request.max_tokens)
         request.arrival = next(self._arrivals)
-        self._requests[request.request_id] = request
-        bisect.insort(self.waiting, request, key=self._precedence)
+        self.requests[request.request_id] = request
+        bisect.insort(self.waiting, request, key=self.precedence)
 
     def abort(self, request_id: str) -> bool:
         """Take a request out at any stage and free what it holds; False if it is not here."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:
             return False
         self._retire(request)
@@ -123,14 +130,22 @@ class Scheduler:
 
     def clear(self) -> None:
         """Take every request out and forget all cached KV: the device's cache is gone."""
-        for request in list(self._requests.values()):
+        for request in list(self.requests.values()):
             self._retire(request)
         if self.offload is not None:
             self.offload.clear()
+        if self.handoff is not None:
+            self.handoff.clear()
         self.pool.reset()
+
+    def tick(self, now: float) -> None:
+        """Time goes on: ``now`` in seconds of any steady clock."""
+        if self.handoff is not None:
+            self.handoff.tick(now, self.waiting)
 
     def schedule(self) -> Plan:
         """Choose the tokens of the next step and lease the blocks that they need."""
+        self._take_arrivals()
         budget = self.config.max_num_batched_tokens
         preemptions = self.num_preemptions
         chunks: list[Chunk] = []
@@ -139,7 +154,7 @@ class Scheduler:
         while budget > 0 and place < len(self.running):
             request = self.running[place]
             place += 1
-            if self._ends_in_flight(request):
+            if self._ends_in_flight(request) or (self.handoff is not None and self.handoff.is_arriving(request)):
                 continue
             size = self._chunk_size(request, budget)
             if size == 0:
@@ -153,28 +168,31 @@ class Scheduler:
         if self.num_preemptions == preemptions:
             while budget > 0 and self.waiting and self._admit(self.waiting[0], budget):
                 request = self.waiting.pop(0)
-                bisect.insort(self.running, request, key=self._precedence)
+                bisect.insort(self.running, request, key=self.precedence)
+                if self.handoff is not None and self.handoff.is_arriving(request):
+                    continue
                 size = self._chunk_size(request, budget)
                 if not self._place(request, size):
                     break
                 chunks.append(self._chunk(request, size))
                 budget -= size
+        sends, receives = ((), ()) if self.handoff is None else self.handoff.planned()
         if self.offload is None:
-            return Plan(tuple(chunks))
+            return Plan(tuple(chunks), sends=sends, receives=receives)
         # Only now it is known whose pages are left.
         chunks = [
-            dataclasses.replace(c, staged=len(c.token_ids) > 1 and self.offload.is_staged(self._requests[c.request_id]))
+            dataclasses.replace(c, staged=len(c.token_ids) > 1 and self.offload.is_staged(self.requests[c.request_id]))
             for c in chunks
         ]
         page_of, loads, write_backs = self.offload.planned()
-        return Plan(tuple(chunks), (page_of,), loads, write_backs)
+        return Plan(tuple(chunks), (page_of,), loads, write_backs, sends, receives)
 
     def commit(self, plan: Plan, results: Results) -> list[Update]:
         """Enter a step's results; requests aborted meanwhile are passed over."""
         updates = self._commit_copies(plan, results)
         outputs = results.sampled
         for chunk in plan.chunks:
-            request = self._requests.get(chunk.request_id)
+            request = self.requests.get(chunk.request_id)
             if request is None or request.status is not Status.RUNNING or request.admission != chunk.admission:
                 continue
             update = self._accept(request, chunk, outputs[chunk.request_id]) if chunk.samples else None
@@ -182,16 +200,35 @@ class Scheduler:
             if update is not None:
                 updates.append(update)
                 if update.finish_reason is not None:
+                    if request.send and self.handoff is not None:
+                        self.handoff.send(request)
                     self._retire(request)
         if plan.write_backs:
             for request in self.running:
                 self._publish(request)
         return updates
 
+    def _take_arrivals(self) -> None:
+        """Let requests go on whose rows have come, or cannot."""
+        if self.handoff is None:
+            return
+        for request, error in self.handoff.arrived(self.running):
+            if error is not None:
+                self._retire(request, keep=False)
+                self.failures.append(Update(request, (), (), "abort", error=str(error)))
+
+    def take_handoffs(self) -> tuple[list[Update], dict[str, Offer]]:
+        """Requests that failed since the last call, and offers of those that can be fetched now, by request."""
+        failures, offers = self.failures, self.offers
+        self.failures, self.offers = [], {}
+        return failures, offers
+
     def _commit_copies(self, plan: Plan, results: Results) -> list[Update]:
         """Enter which pages the host has now, and end the requests whose rows it did not get or give."""
-        updates = []
+        updates: list[Update] = []
         errors = dict(results.errors)
+        if self.handoff is not None:
+            self.offers |= self.handoff.copied(plan.sends, plan.receives)
         if self.offload is not None:
             self.offload.copied(plan.write_backs, results.failed)
             lost = {move.block for move in results.failed}
@@ -199,35 +236,17 @@ class Scheduler:
                 why = "a copy of its KV rows to the host failed"
                 errors |= {r.request_id: why for r in self.running if not lost.isdisjoint(r.blocks)}
         for request_id, why in errors.items():
-            if (request := self._requests.get(request_id)) is not None:
+            if (request := self.requests.get(request_id)) is not None:
                 self._retire(request, keep=False)
                 updates.append(Update(request, (), (), "abort", error=why))
         return updates
 
     def check(self) -> None:
         """Raise unless every invariant holds."""
-        holders: list[Sequence[int]] = [r.blocks for r in self.running]
-        if self.offload is not None:
-            self.offload.check(self.running)
-            holders += self.offload.holders()
-        self.pool.check(holders)
-        for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
-            _require(queue == sorted(queue, key=self._precedence), "a queue is out of order")
-            _require(all(r.status is status for r in queue), "a request is in the wrong queue")
-        members = {r.request_id for r in (*self.running, *self.waiting)}
-        _require(members == set(self._requests), "a request is lost")
-        _require(len(members) == len(self.running) + len(self.waiting), "a request is in twice")
-        _require(len(self.running) <= self.config.max_num_seqs, "too many run")
-        slots = sorted([*self._slots, *(r.slot for r in self.running)])
-        _require(slots == list(range(self.config.max_num_seqs)), "a slot is lost or in use twice")
-        for r in self.waiting:
-            _require(not r.blocks and r.num_computed == 0 and not r.in_flight, f"{r.request_id} waits with KV")
-        for r in self.running:
-            room = len(r.blocks) * self.config.block_size
-            _require(r.num_computed < r.num_tokens + r.in_flight, f"{r.request_id} has nothing to compute")
-            _require(r.num_computed <= room, f"{r.request_id} computed past its blocks")
+        check_scheduler(self)
 
-    def _precedence(self, request: Request) -> tuple[int, int]:
+    def precedence(self, request: Request) -> tuple[int, int]:
+        """What the queues are sorted by."""
         by_priority = self.config.policy == "priority"
         return (request.priority if by_priority else 0, request.arrival)
 
@@ -281,36 +300,15 @@ class Scheduler:
 
     def _chunk(self, request: Request, size: int) -> Chunk:
         """Plan its next tokens, and count them as computed."""
-        region, lease = ((), 0) if self.offload is None else self.offload.region_of(request)
         blocks = request.blocks[: self._blocks_to_reach(request, self._reach(request, size))]
-        continues = request.continues
-        start = request.num_tokens - 1 + request.in_flight if continues else request.num_computed
-        end = request.num_tokens if continues else start + size
-        samples = continues or end == request.num_tokens
-        room = len(blocks) * self.config.block_size
-        request.num_computed = end + request.in_flight if continues else end
-        if samples:
-            request.continues = True
-            request.in_flight += 1
-            request.most_in_flight += size if continues else 1
-        banned = banned_ids(request, self.eos_ids) if samples else ()
-        return Chunk(
-            request_id=request.request_id,
-            token_ids=() if continues else tuple(request.token_ids[start:end]),
-            start=start,
-            blocks=blocks,
-            samples=samples,
-            sampling=request.sampling,
-            most=size if continues else 0,
-            limit=min(room, self._horizon(request)) if samples else end,
-            next_token=None if samples else request.token_ids[end],
-            slot=request.slot,
-            admission=request.admission,
-            seed=request.seed,
-            banned_ids=banned,
-            ban_end=request.num_prompt_tokens + request.sampling.min_tokens if banned else 0,
-            region=region,
-            lease=lease,
+        return next_chunk(
+            request,
+            size,
+            blocks,
+            room=len(blocks) * self.config.block_size,
+            horizon=self._horizon(request),
+            eos_ids=self.eos_ids,
+            region=((), 0) if self.offload is None else self.offload.region_of(request),
         )
 
     def _grow(self, request: Request, end: int) -> bool:
@@ -362,13 +360,15 @@ class Scheduler:
             running = (self.pool.blocks_for(self._horizon(r)) for r in self.running)
             if not self.offload.can_start(running, hit, self.pool.blocks_for(self._horizon(request)), at_once):
                 return False
+        if self.handoff is not None and not self.handoff.starts(request, len(hit)):
+            return False
         self.pool.share(hit)
         request.blocks = (*hit, *self._allocate(need))
         if self.offload is not None:
             self.offload.started(request, hit, at_once)
         request.num_published = len(hit)
         request.num_computed = len(hit) * self.config.block_size
-        request.slot, request.admission = self._slots.pop(), next(self._admissions)
+        request.slot, request.admission = self.free_slots.pop(), next(self._admissions)
         request.status = Status.RUNNING
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
@@ -418,7 +418,7 @@ class Scheduler:
         self.running.remove(request)
         self._free(request, keep=False)
         request.status = Status.WAITING
-        bisect.insort(self.waiting, request, key=self._precedence)
+        bisect.insort(self.waiting, request, key=self.precedence)
         self.num_preemptions += 1
 
     def _retire(self, request: Request, *, keep: bool = True) -> None:
@@ -426,21 +426,18 @@ class Scheduler:
         queue.remove(request)
         self._free(request, keep=keep and self.config.enable_prefix_caching)
         request.status = Status.FINISHED
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
 
     def _free(self, request: Request, *, keep: bool) -> None:
         """Give up its slot and blocks; with ``keep`` those that are still to be copied to the host later."""
         blocks: Sequence[int] = request.blocks
         if request.status is Status.RUNNING:
-            self._slots.append(request.slot)
+            self.free_slots.append(request.slot)
             if self.offload is not None:
                 blocks = self.offload.ended(request, keep=keep)
+        if self.handoff is not None:
+            self.handoff.dropped(request)
         self.pool.release(blocks)
         request.blocks = ()
         request.num_computed = request.in_flight = request.most_in_flight = 0
         request.continues = False
-
-
-def _require(ok: bool, fault: str) -> None:
-    if not ok:
-        raise AssertionError(f"scheduler: {fault}")

@@ -115,7 +115,7 @@ def requirements() -> tuple[set[str], set[str], set[str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     base, dev = ({normal(t) for t in ts} for ts in (project["dependencies"], extras["dev"]))
-    return base, dev, {normal(t) for t in (*extras["cuda12"], *extras["aot"])} - base
+    return base, dev, {normal(t) for t in (*extras["cuda12"], *extras["aot"], *extras["nixl"])} - base
 
 
 def normal(requirement: str) -> str:

@@ -1,7 +1,8 @@
-"""A prefill engine without a model, in a process of its own: ``transfer_worker.py JOB``, JSON lines in and out.
+"""An engine without a model, in a process of its own: ``transfer_worker.py JOB``, JSON lines in and out.
 
-The job says what engine it is. A line read is a request to offer; it is answered with its ``kv_transfer_params``.
-Leases that end are told as they do; the engine ends with its input.
+The job says what engine it is. A line read is a request to offer, answered with its ``kv_transfer_params``; or such
+params to fetch, answered when all is there or, if it is to hang, when rows are on their way and for ever after. Leases
+that end are told as they do; the engine ends with its input.
 """
 
 import json
@@ -9,17 +10,29 @@ import queue
 import sys
 import threading
 
-from transfer_case import content, noise, peer, table_for, write
+from transfer_case import clone, content, noise, peer, same, table_for, write
 
 from glmjax.serving.clock import Clock
 from glmjax.serving.transfer.factory import make_connector
-from glmjax.serving.transfer.job import Settings
-from glmjax.serving.transfer.params import to_params
+from glmjax.serving.transfer.job import Guard, Settings
+from glmjax.serving.transfer.params import from_params, to_params
 
 
 def say(**message):
     sys.stdout.write("@" + json.dumps(message) + "\n")
     sys.stdout.flush()
+
+
+def fetch(connector, fetch, seed, hang):
+    """Fetches into the first blocks and says whether the rows are right."""
+    offer, info = from_params(fetch), connector.info
+    if hang:
+        Guard.pause = lambda guard: (say(reading=offer.request_id), threading.Event().wait())
+    table = range(-(-offer.num_tokens // info.entry_tokens))
+    expected = clone(connector.rows)
+    write(info, expected, table, content(info, offer.num_tokens, seed), range(offer.num_tokens))
+    state = connector.fetch(offer, table).wait(60)
+    say(fetched=offer.request_id, state=state, right=same(connector.rows, expected))
 
 
 def main():
@@ -47,8 +60,11 @@ def main():
         if not line:
             break
         request = json.loads(line)
+        if "fetch" in request:
+            fetch(connector, **request)
+            continue
         tokens, seed = request["tokens"], request["seed"]
-        table = table_for(info, tokens, job["blocks"], seed)
+        table = request.get("table") or table_for(info, tokens, job["blocks"], seed)
         write(info, rows, table, content(info, tokens, seed), range(tokens))
         say(offer=to_params(connector.offer(request["name"], table, tokens)))
     connector.close()

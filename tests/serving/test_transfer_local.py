@@ -1,72 +1,19 @@
-"""The verbs of a connector and all that can go wrong with them, in one process and on a clock that stands still."""
+"""The verbs of a connector, in one process and on a clock that stands still."""
 
 import contextlib
 import dataclasses
+import sys
 
-import jax
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from transfer_case import clone, content, noise, peer, same, table_for, write
+from transfer_case import clone, noise, peer, same, write
+from transfer_pair import BLOCKS, PREFILL, TOKENS, Pair
 
 from glmjax.errors import ConfigError
-from glmjax.serving.blocks import BlockPool
-from glmjax.serving.clock import Clock, ManualClock
-from glmjax.serving.transfer.device import move_rows
+from glmjax.serving.clock import Clock
 from glmjax.serving.transfer.factory import make_connector
-from glmjax.serving.transfer.interface import TransferError
-from glmjax.serving.transfer.job import Settings
 from glmjax.serving.transfer.local import LocalConnector
-
-TOKENS = 37
-BLOCKS = 24
-PREFILL = {"dcp": 4, "interleave": 2}
-
-
-class Pair:
-    """Two engines with random memories, and a request of 37 tokens in the first."""
-
-    def __init__(self, prefill=PREFILL, decode=None, consumer=LocalConnector, **settings):
-        self.clock, self.hub = ManualClock(), {}
-        self.settings = Settings(**{"inline": True, "piece_bytes": 1} | settings)
-        self.p, self.d = peer("p", **prefill), peer("d", **decode or {})
-        self.rows, self.mine = noise(self.p, BLOCKS, 0), noise(self.d, BLOCKS, 1)
-        self.producer = make_connector(self.p, self.rows, self.clock, self.settings, self.hub)
-        self.consumer = consumer(self.d, self.mine, self.clock, self.settings, self.hub)
-        self.values = content(self.p, TOKENS, 2)
-        self.table, self.into = table_for(self.p, TOKENS, BLOCKS, 3), table_for(self.d, TOKENS, BLOCKS, 4)
-        write(self.p, self.rows, self.table, self.values, range(TOKENS))
-        self.before = clone(self.mine)
-
-    def offer(self, name="r"):
-        return self.producer.offer(name, self.table, TOKENS)
-
-    def expected(self, first=0, last=TOKENS):
-        rows = clone(self.before)
-        write(self.d, rows, self.into, self.values, range(first, last))
-        return rows
-
-    def ends(self):
-        for connector in (self.producer, self.consumer):
-            connector.check()
-        return [(lease.request_id, lease.state) for lease in self.producer.collect()]
-
-    def refused(self, fetch, message):
-        """Nothing was moved, the message is clear, and the producer holds nothing after its lease."""
-        assert fetch.poll() == "failed"
-        assert isinstance(fetch.error, TransferError)
-        assert message in str(fetch.error), fetch.error
-        assert fetch.bytes_moved == 0
-        assert same(self.mine, self.before)
-        self.nothing_is_left()
-
-    def nothing_is_left(self):
-        self.clock.advance(self.settings.lease_seconds)
-        self.ends()
-        assert self.producer.held() == []
-        assert self.consumer.stats()["fetches_running"] == 0
 
 
 def test_rows_are_fetched_and_the_lease_ends():
@@ -167,138 +114,6 @@ def test_a_producer_that_was_restarted_is_another():
     pair.refused(pair.consumer.fetch(offer, pair.into), "engine p is not here, but p2: restarted?")
 
 
-def test_a_lease_that_has_expired_is_not_read():
-    pair = Pair()
-    offer = pair.offer()
-    pair.clock.advance(30)
-    pair.refused(pair.consumer.fetch(offer, pair.into), "its lease is expired")
-
-
-def test_heartbeats_keep_a_waiting_request():
-    pair = Pair()
-    offer = pair.offer()
-    for _ in range(5):
-        pair.clock.advance(29)
-        pair.consumer.heartbeat(offer)
-        assert pair.ends() == []
-    assert pair.consumer.fetch(offer, pair.into).poll() == "done"
-
-
-class Slow(LocalConnector):
-    """Takes some time for every piece, and some before it tells; others go on meanwhile."""
-
-    piece = after = 0.0
-
-    def meanwhile(self):
-        pass
-
-    def _read(self, job):
-        guard, check = job.guard, job.guard.check
-
-        def slowly():
-            self.clock.advance(self.piece)
-            self.meanwhile()
-            check()
-
-        guard.check = slowly
-        super()._read(job)
-        self.clock.advance(self.after)
-        self.meanwhile()
-
-
-def test_a_slow_fetch_keeps_its_lease_alive():
-    pair = Pair(consumer=Slow, timeout=1e6)
-    pair.consumer.piece = 25.0
-    assert pair.consumer.fetch(pair.offer(), pair.into).poll() == "done"
-    assert pair.clock.monotonic() > 50
-    assert same(pair.mine, pair.expected())
-    assert pair.ends() == [("r", "done")]
-
-
-def test_rows_read_after_the_lease_are_not_used():
-    pair = Pair(consumer=Slow, timeout=1e6)
-    pair.consumer.after = 30.0
-    fetch = pair.consumer.fetch(pair.offer(), pair.into)
-    assert fetch.poll() == "failed"
-    assert "the lease ended (expired) before all was read" in str(fetch.error)
-    assert pair.ends() == [("r", "expired")]
-
-
-def test_a_lease_lost_in_the_middle_ends_the_fetch():
-    pair = Pair(consumer=Slow, timeout=1e6)
-    pair.consumer.piece = 31.0
-    fetch = pair.consumer.fetch(pair.offer(), pair.into)
-    assert fetch.poll() == "failed"
-    assert "the lease ended (expired) while it was read" in str(fetch.error)
-
-
-def test_a_fetch_ends_in_bounded_time():
-    pair = Pair(consumer=Slow, timeout=40.0)
-    pair.consumer.piece = 25.0
-    fetch = pair.consumer.fetch(pair.offer(), pair.into)
-    assert (fetch.poll(), str(fetch.error)) == ("failed", "the fetch took too long")
-    assert pair.ends() == [("r", "failed")]
-
-
-class Deaf(LocalConnector):
-    """Loses messages of the kinds named."""
-
-    lost = ()
-
-    def _call(self, engine_id, host, port, message):
-        if message["verb"] in self.lost:
-            raise TransferError("no answer")
-        return super()._call(engine_id, host, port, message)
-
-
-def test_a_lost_last_message_costs_the_lease_and_not_the_rows():
-    pair = Pair(consumer=Deaf)
-    pair.consumer.lost = ("done",)
-    assert pair.consumer.fetch(pair.offer(), pair.into).poll() == "done"
-    assert same(pair.mine, pair.expected())
-    assert pair.ends() == []
-    pair.clock.advance(30)
-    assert pair.ends() == [("r", "expired")]
-
-
-class DeafAndSlow(Deaf, Slow):
-    pass
-
-
-def test_lost_heartbeats_are_borne_while_the_lease_lasts():
-    pair = Pair(consumer=DeafAndSlow, timeout=1e6)
-    pair.consumer.lost, pair.consumer.piece = ("heartbeat",), 6.0
-    fetch = pair.consumer.fetch(pair.offer(), pair.into)  # three pieces, 18 of 30 seconds
-    assert fetch.poll() == "done", fetch.error
-    pair.consumer.piece = 16.0
-    fetch = pair.consumer.fetch(pair.offer("s"), pair.into)
-    assert (fetch.poll(), str(fetch.error)) == ("failed", "the lease could not be extended: no answer")
-
-
-class Cancelling(LocalConnector):
-    def _read(self, job):
-        job.fetch.cancel()
-        super()._read(job)
-
-
-def test_a_cancelled_fetch_frees_both_sides():
-    pair = Pair(consumer=Cancelling)
-    pair.refused(pair.consumer.fetch(pair.offer(), pair.into), "the fetch was cancelled")
-    assert pair.producer.stats()["leases_failed"] == 1
-
-
-class Broken(LocalConnector):
-    def _read(self, job):
-        raise ZeroDivisionError("a fault of ours")
-
-
-def test_whatever_fails_is_one_kind_of_error():
-    pair = Pair(consumer=Broken)
-    fetch = pair.consumer.fetch(pair.offer(), pair.into)
-    pair.refused(fetch, "ZeroDivisionError: a fault of ours")
-    assert isinstance(fetch.error.__cause__, ZeroDivisionError)
-
-
 def test_done_failed_and_withdraw_free_the_blocks():
     pair = Pair()
     done, failed, withdrawn, kept = (pair.offer(name) for name in "abcd")
@@ -357,73 +172,19 @@ def test_closing_is_final_and_leaves_nothing():
     assert pair.hub == {}
 
 
+def test_a_library_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nixl_cu12._api", None)
+    info = peer("x", connector="nixl")
+    with pytest.raises(ConfigError, match=r"connector 'nixl' needs NIXL .*: pip install --no-deps nixl-cu12==1\.5\.1"):
+        make_connector(info, noise(info, 2, 0), Clock())
+
+
 def test_unknown_kinds_are_refused():
     pair = Pair()
     with pytest.raises(ConfigError, match="connector must be one of local, nixl, jax, got 'carrier pigeon'"):
         make_connector(peer("x", connector="carrier pigeon"), pair.mine, pair.clock)
     with pytest.raises(ConfigError, match="connector must be 'local' for this engine, got 'jax'"):
         LocalConnector(peer("x", connector="jax"), pair.mine, pair.clock, pair.settings, {})
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_hundred_requests_with_faults_leave_right_rows_or_errors_and_no_blocks(seed):
-    """Messages lost, leases run out, requests aborted, in two block pools that must come out even."""
-    rng = np.random.default_rng(seed)
-    pair = Pair(consumer=DeafAndSlow, decode={"dcp": 2, "interleave": 1}, timeout=200.0)
-    given_out, taken = BlockPool(BLOCKS, pair.p.block_size), BlockPool(BLOCKS, pair.d.block_size)
-    held, outcomes = {}, set()
-
-    def free():
-        for lease in pair.producer.collect():
-            given_out.release(held.pop(lease.request_id))
-            for rank in (rank for region in pair.rows.values() for rank in region.ranks):
-                for block in lease.blocks:  # the next request's rows
-                    rank[:, block * pair.p.block_size : (block + 1) * pair.p.block_size] = rng.integers(256)
-
-    pair.consumer.meanwhile = free
-    for number in range(100):
-        tokens = int(rng.integers(1, 70))
-        while given_out.free_blocks < 3:
-            pair.clock.advance(10)
-            free()
-        name, blocks = str(number), given_out.allocate(-(-tokens // pair.p.entry_tokens))
-        held[name] = blocks
-        values = content(pair.p, tokens, number)
-        write(pair.p, pair.rows, blocks, values, range(tokens))
-        offer = pair.producer.offer(name, blocks, tokens)
-        pair.clock.advance(rng.choice([0, 0, 0, 31]))
-        free()
-        consumer = pair.consumer
-        consumer.lost = [verb for verb in ("hello", "begin", "heartbeat", "done", "failed") if rng.random() < 0.1]
-        consumer.piece, consumer.after = rng.choice([0, 0, 7, 29, 31]), rng.choice([0, 0, 29, 31])
-        into = taken.allocate(-(-tokens // pair.d.entry_tokens))
-        expected = clone(pair.mine)
-        write(pair.d, expected, into, values, range(tokens))
-        fetch = consumer.fetch(offer, into)
-        outcomes.add(fetch.poll())
-        assert fetch.poll() == "failed" or same(pair.mine, expected)
-        taken.release(into)
-        free()
-        pair.producer.check()
-        given_out.check(held.values())
-    pair.clock.advance(31)
-    free()
-    given_out.check([])
-    taken.check([])
-    assert outcomes == {"done", "failed"}
-
-
-@pytest.mark.parametrize(("dcp", "to"), [(4, 4), (4, 2), (1, 4), (2, 1)])
-def test_rows_go_from_mesh_to_mesh(dcp, to):
-    """Token-sharded rows to another order on other devices, without the host."""
-    devices = jax.devices()
-    source = NamedSharding(Mesh(np.array(devices[:dcp]), ("dcp",)), PartitionSpec(None, "dcp"))
-    target = NamedSharding(Mesh(np.array(devices[4 : 4 + to]), ("ranks",)), PartitionSpec(None, "ranks"))
-    rows = np.random.default_rng(0).integers(0, 256, (3, 32, 20), np.uint8)
-    slots = np.random.default_rng(1).permutation(32)[:16].astype(np.int32)
-    moved = move_rows(jax.device_put(rows, source), slots, target)
-    assert moved.sharding == target
-    assert np.array_equal(np.asarray(moved), rows[:, slots])
 
 
 def test_the_real_clock_runs_too():

@@ -1,5 +1,7 @@
 """Which rows move where, for any two shardings: against rows placed one by one, over whole memories."""
 
+import ctypes
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +10,9 @@ from transfer_case import KINDS, clone, content, noise, peer, same, table_for, w
 
 from glmjax.errors import ConfigError
 from glmjax.serving.transfer.interface import INDEX, MLA
+from glmjax.serving.transfer.job import Peer
 from glmjax.serving.transfer.memory import Region, check_memory, empty_memory
+from glmjax.serving.transfer.nixl import Link, addresses, reads
 from glmjax.serving.transfer.plan import Side, check_side, copy, plan_transfer
 
 BLOCKS = 40
@@ -62,6 +66,26 @@ def test_by_way_of_packed_rows_or_of_a_staging_buffer_is_the_same(source, target
         copy(plan_transfer(source, there, way, first, last), theirs, between)
         copy(plan_transfer(source, way, here, first, last), between, result)
         assert same(result, expected)
+
+
+@given(engines("p"), engines("d"), st.integers(0, 30), st.integers(1, 30), st.integers(0, 2**31))
+def test_what_nixl_is_asked_to_read_is_the_plan(source, target, first, length, seed):
+    """Carried out here with plain copies of memory, by address."""
+    last = first + length
+    theirs, mine = noise(source, BLOCKS, seed), noise(target, BLOCKS + 3, seed + 1)
+    expected = clone(mine)
+    here = Side.of(target, table_for(target, last, BLOCKS, seed + 2), target.dp - 1)
+    plan = plan_transfer(source, Side.of(source, table_for(source, last, BLOCKS, seed + 3)), here, first, last)
+    copy(plan, theirs, expected)
+
+    slots = [{name: region.slots for name, region in rows.items()} for rows in (theirs, mine)]
+    producer = Peer(source, slots[0], Link("p", addresses(theirs)))
+    into, out_of = reads(plan, producer, addresses(mine), slots[1])
+    assert len(into) == plan.num_copies and int(into[:, 1].sum()) == plan.num_bytes
+    assert np.array_equal(into[:, 1:], out_of[:, 1:])
+    for (to, size, _), (at, _, _) in zip(into.tolist(), out_of.tolist(), strict=True):
+        ctypes.memmove(to, at, size)
+    assert same(mine, expected)
 
 
 @pytest.mark.parametrize(("dcp", "interleave"), [(1, 1), (2, 1), (8, 1), (8, 4), (2, 2)])

@@ -1,0 +1,46 @@
+"""The runner without a model, with a stage: what another engine fetches are the records themselves."""
+
+from typing import Any
+
+import numpy as np
+
+from glmjax.serving.fake import FakeRunner, Record
+from glmjax.serving.plan import Handover, Plan
+from glmjax.serving.transfer.memory import Memory, memory
+
+WIDTH = 24  # bytes of a record: three int64
+
+
+class FakeHandoffRunner(FakeRunner):
+    """Keeps the records of blocks that are handed over as rows of one layer, in the connector's memory.
+
+    Attributes:
+      memory: of every data-parallel rank.
+    """
+
+    def __init__(self, block_size: int, *args: Any, stage_blocks: int, ranks: int = 1, **kwargs: Any):
+        super().__init__(block_size, *args, **kwargs)
+        shape = (1, stage_blocks * block_size, WIDTH)
+        self._stage = [np.zeros(shape, np.uint8) for _ in range(ranks)]
+        self.memory: Memory = memory(self._stage, [np.zeros((1, shape[1], 4), np.uint8) for _ in range(ranks)])
+
+    def start(self, plan: Plan) -> Any:
+        for move in plan.sends:
+            for slot, row in self._places(move):
+                known = self._records.get(slot, (-1, -1, 0))
+                self._stage[move.rank][0, row] = np.asarray(known, np.int64).view(np.uint8)
+        for move in plan.receives:
+            for slot, row in self._places(move):
+                position, token, digest = self._stage[move.rank][0, row].view(np.int64).tolist()
+                record: Record = (position, token, digest)
+                self._records[slot] = record
+        return super().start(plan)
+
+    def _places(self, move: Handover) -> list[tuple[int, int]]:
+        """Slots of the pool and rows of the stage."""
+        size = self._block_size
+        return [
+            ((move.rank << 40) + block * size + offset, stage * size + offset)
+            for block, stage in zip(move.blocks, move.stage, strict=True)
+            for offset in range(size)
+        ]
