@@ -1,8 +1,7 @@
-"""Sparse MLA on Hopper: what is around the kernel (``sparse_mla_kernel``): how the work is cut, and parts put together.
+"""Sparse MLA on Hopper: what is around the kernel (``sparse_mla_kernel``), above all how the work is cut.
 
 Prefill has a block for every query and 64 heads. Decode has too few queries for 132 multiprocessors and cuts each one's
-rows into parts, whose outputs, bf16, are merged by log-sum-exp. Those are about as many bytes as the rows, but stay in
-the L2 cache: 8 queries of 64 heads in 17 parts are 9 of its 50 MB.
+rows into parts, for the blocks of one cluster, which merge them by log-sum-exp on the chip (``sparse_mla_merge``).
 
 Why Mosaic GPU and not Triton, both of which compile without spills: beside the queries, Triton's pipeline has room for
 two stages of rows only if tiles are 32 rows. The products for the scores are then 16 columns to a warpgroup and read
@@ -12,7 +11,6 @@ one stage, and no load has any work beside it.
 """
 
 import functools
-import heapq
 from typing import Any
 
 import jax
@@ -23,6 +21,7 @@ from glmjax.kernels.kv_rows import LATENT_TILE
 from glmjax.kernels.report_case import Case
 from glmjax.kernels.roofline import MULTIPROCESSORS
 from glmjax.kernels.sparse_mla_kernel import Config, make_kernel
+from glmjax.kernels.sparse_mla_merge import MOST_BLOCKS
 from glmjax.kernels.sparse_mla_shapes import HEADS, LATENT, ROPE, TILE, find_obstacle
 
 
@@ -73,36 +72,29 @@ def sparse_mla_hopper(
     kernel = make_kernel(T, H, scale, quantized, config, simulate, interpret)
     layers = jnp.asarray(layer, jnp.int32).reshape(1)
     out, lse, *_ = kernel(query_latent, query_rope, latent, latent_scale, rope, rows, used, layers)
-    return (out[:, 0], lse[:, 0]) if config.splits == config.cluster else merge_parts(out, lse)
+    return out, lse
 
 
 def default_config(queries: int, heads: int, rows: int, quantized: bool) -> Config:
-    """Cuts the rows of few queries so that every multiprocessor has a block, if that does not take longer."""
-    blocks, tiles = queries * -(-heads // HEADS), rows // TILE
-    fewer, more = (max(1, min(n, tiles)) for n in (MULTIPROCESSORS // blocks, -(-MULTIPROCESSORS // blocks)))
-    # Parts cost their merging: a query is cut only if some multiprocessors would have nothing to do at all.
-    splits = more if fewer > 1 and _duration(blocks, tiles, more) <= _duration(blocks, tiles, fewer) else fewer
-    return Config(splits, stages=3 if quantized else 2)
+    """Cuts the rows of few queries so that the multiprocessor with most to do has least."""
+    clusters, tiles = queries * -(-heads // HEADS), rows // TILE
+
+    def busiest(splits: int) -> int:
+        """Tiles in a row on one multiprocessor: those of a part, for every time that clusters queue for one."""
+        return -(-clusters // clusters_at_once(splits)) * -(-tiles // splits)
+
+    most = min(MOST_BLOCKS, tiles, max(1, MULTIPROCESSORS // clusters))
+    return Config(min(range(1, most + 1), key=busiest), stages=3 if quantized else 2)
 
 
-def _duration(blocks: int, tiles: int, splits: int) -> int:
-    """Tiles that the busiest multiprocessor works off if each takes the next part when it has finished one."""
-    busy = [0] * MULTIPROCESSORS
-    edges = [-(-tiles * split // splits) for split in range(splits + 1)]
-    for split in range(splits):
-        for _ in range(blocks):
-            heapq.heapreplace(busy, busy[0] + edges[split + 1] - edges[split])
-    return max(busy)
+def clusters_at_once(blocks: int) -> int:
+    """Clusters that run side by side: a block takes a whole multiprocessor, and a cluster stays within a group."""
+    return sum(group // blocks for group in GROUPS)
 
 
-def merge_parts(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Union of partial attentions: outputs [T, n, H, d], log-sum-exps [T, n, H] -> [T, H, d], [T, H]."""
-    top = jnp.max(lse, axis=1, keepdims=True)
-    weight = jnp.exp(lse - jnp.where(top > -jnp.inf, top, 0))
-    total = jnp.sum(weight, axis=1)
-    merged = jnp.sum(out.astype(jnp.float32) * weight[..., None], axis=1) / jnp.where(total > 0, total, 1)[..., None]
-    return merged.astype(out.dtype), jnp.where(total > 0, jnp.log(total) + top[:, 0], -jnp.inf)
-
+# Multiprocessors of the eight groups (GPCs) that the 132 come in, at most 18 each. Chips differ: with a group below 16
+# (seen on an H100) one cluster of 16, 8 or 4 fewer runs side by side.
+GROUPS = (18, 18, 16, 16, 16, 16, 16, 16)
 
 # What GLM-5.3 runs: 2,048 rows for a query, 79 layers; 64 heads, or 16 of them on each of four GPUs.
 ROWS, LAYERS, SLOTS, SCALE = 2048, 79, 4376 * 64, 256**-0.5
@@ -135,7 +127,7 @@ def _case(use: str, T: int, H: int, quantized: bool) -> Case:
         shape=f"{use} T={T} H={H} K={ROWS} {'fp8' if quantized else 'bf16'}",
         function=call if quantized else lambda q, r, latent, *rest: call(q, r, latent, None, *rest),
         arguments=arguments,
-        bytes=count_bytes(T, H, ROWS, quantized, config.splits),
+        bytes=count_bytes(T, H, ROWS, quantized),
         flops=2 * T * H * ROWS * (LATENT + ROPE + LATENT),
         arithmetic="bfloat16",
         stages=config.stages,
@@ -149,11 +141,10 @@ def least_bytes(T: int, H: int, K: int, quantized: bool) -> int:
     return T * K * (row + 2 * ROPE + 4) + T * H * (2 * (LATENT + ROPE) + 2 * LATENT + 4)
 
 
-def count_bytes(T: int, H: int, K: int, quantized: bool, splits: int) -> int:
+def count_bytes(T: int, H: int, K: int, quantized: bool) -> int:
     """What moves to and from device memory.
 
-    The slots are read once more to find the last; parts are written and read. What several blocks read of a query, or
-    blocks side by side of the same rows for other heads, counts once: it is in the L2 cache.
+    The slots are read once more to find the last. What several blocks read of a query, or blocks side by side of the
+    same rows for other heads, counts once: it is in the L2 cache. Parts of a query's rows stay on the chip.
     """
-    parts = 0 if splits == 1 else 2 * splits * T * H * (2 * LATENT + 4)
-    return least_bytes(T, H, K, quantized) + 4 * T * K + parts
+    return least_bytes(T, H, K, quantized) + 4 * T * K

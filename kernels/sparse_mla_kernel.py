@@ -30,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from glmjax.errors import ConfigError
 from glmjax.kernels.kv_rows import LATENT_TILE
 from glmjax.kernels.scattered_rows import SWIZZLED, await_copies, start_copies
-from glmjax.kernels.sparse_mla_merge import AXIS, MEETINGS, meet, merge_columns, simulated_parts
+from glmjax.kernels.sparse_mla_merge import AXIS, MEETINGS, MOST_BLOCKS, meet, merge_columns, simulated_parts
 from glmjax.kernels.sparse_mla_shapes import HEADS, LATENT, ROPE, TILE
 
 SHARES = 2  # warpgroups that compute, each for half of the latent's columns
@@ -38,7 +38,6 @@ COLUMNS = LATENT // SHARES
 # Of a thread. The three warpgroups start with 168 each and hand over what others get: there are no more.
 LOAD_REGISTERS, COMPUTE_REGISTERS = 72, 216
 SLOTS = 4  # tiles of slots kept: loads are never more than three tiles ahead of the softmax
-MOST_BLOCKS = 16  # of a cluster, on Hopper
 MISSING = -1e30  # score of a missing row; smaller than any other, and its exponential is 0 beside one of them
 
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
@@ -50,21 +49,17 @@ class Config:
     """How the work is cut.
 
     Attributes:
-      splits: parts that a query's rows are cut into, each for a block of its own.
+      splits: parts that a query's rows are cut into, each for a block of its own; the blocks make up a cluster.
       stages: buffers of rows: half tiles of FP8 rows, tiles of bf16 rows.
-      cluster: blocks that merge their parts on the chip; it divides ``splits``.
     """
 
     splits: int = 1
     stages: int = 3
-    cluster: int = 1
 
     def check(self, rows: int, quantized: bool) -> None:
-        most = 3 if quantized else 2
-        if not 1 <= self.splits <= rows // TILE or not 2 <= self.stages <= most:
-            raise ConfigError(f"{self} for {rows} rows: splits must be 1 to {rows // TILE}, stages 2 to {most}")
-        if not 1 <= self.cluster <= MOST_BLOCKS or self.splits % self.cluster:
-            raise ConfigError(f"{self}: cluster must be 1 to {MOST_BLOCKS} and divide splits")
+        splits, stages = min(MOST_BLOCKS, rows // TILE), 3 if quantized else 2
+        if not 1 <= self.splits <= splits or not 2 <= self.stages <= stages:
+            raise ConfigError(f"{self} for {rows} rows: splits must be 1 to {splits}, stages 2 to {stages}")
 
 
 def _lines(lanes: int) -> Any:
@@ -101,11 +96,10 @@ def make_kernel(
 
     It takes query_latent [T, H, 512] and query_rope [T, H, 64] bf16; the pools latent [L, S, 512] uint8 or bf16, rope
     [L, S, 64] bf16 and, if quantized, latent_scale [L, S, 4] float32 (else None); rows [T, K] int32, used [T] int32
-    (tiles up to a query's last row), layer [1] int32. It gives outputs [T, n, H, 512] bf16 and log-sum-exps [T, n, H]
-    float32 of the parts that are left to merge, n = splits / cluster.
+    (tiles up to a query's last row), layer [1] int32. It gives outputs [T, H, 512] bf16 and log-sum-exps [T, H]
+    float32; with ``simulate`` and several splits the parts of both besides.
     """
-    splits, stages, cluster = config.splits, config.stages, config.cluster
-    parts = splits // cluster
+    splits, stages = config.splits, config.stages
     block_heads = min(heads, HEADS)
     head_blocks = heads // block_heads
     steps = 2 if quantized else 1  # copies of a tile
@@ -113,18 +107,16 @@ def make_kernel(
     buffers = 1 if quantized else stages  # of K
 
     def sparse_mla(
-        query_latent, query_rope, latent, latent_scale, rope, rows, used, layer_ref, out, lse, *simulated,
+        query_latent, query_rope, latent, latent_scale, rope, rows, used, layer_ref, out, lse, *parts,
         query_s, query_rope_s, key_s, rope_s, weights_s, slots_s, heads_s, query_ready, slots_ready, ready, free,
         key_ready, weights_ready, raw_s=None, raw_scale_s=None, raw_rope_s=None, met=None,
     ):  # fmt: skip
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
         # Blocks of one query run side by side: what one has read, the next finds in the L2 cache.
         some_heads = pl.ds(lax.rem(block, head_blocks) * block_heads, block_heads)
-        query = lax.rem(block // head_blocks, queries)
-        part = block // (queries * head_blocks)
-        split = part if cluster == 1 else part * cluster + lax.axis_index(AXIS)
+        query = block // head_blocks
+        split = lax.axis_index(AXIS) if splits > 1 else 0
         tiles = used[query]
-        # Rounded up, the shorter parts come last, for a multiprocessor that has finished another.
         first = (tiles * split + splits - 1) // splits
         count = (tiles * (split + 1) + splits - 1) // splits - first
 
@@ -279,37 +271,36 @@ def make_kernel(
                 heads_s[2] = jnp.where(some, found, -jnp.inf)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(weights_ready)
-                if cluster == 1:
-                    plgpu.copy_smem_to_gmem(heads_s.at[2, own], lse.at[query, part, some_heads])
+                if splits == 1:
+                    plgpu.copy_smem_to_gmem(heads_s.at[2, own], lse.at[query, some_heads])
             plgpu.barrier_wait(weights_ready)
             factor = plgpu.load(heads_s.at[1], layout=PER_HEAD)
             result = (sums * lax.broadcast_in_dim(factor, sums.shape, [0])).astype(BF16)
             query_s[share] = result
             plgpu.commit_smem()
             columns = pl.ds(share * COLUMNS, COLUMNS)
-            whole = out.at[query, part, some_heads, columns]
-            if cluster == 1:
+            whole = out.at[query, some_heads, columns]
+            if splits == 1:
                 plgpu.copy_smem_to_gmem(query_s.at[share, own], whole)
                 plgpu.wait_smem_to_gmem(0)
                 return
             part_out, part_lse = query_s.at[share, own], heads_s.at[2, own]
             if simulate:
-                rank = lax.axis_index(AXIS)
-                all_out, all_lse = simulated
-                all_out[block, rank, :, columns] = part_out[...]
+                all_out, all_lse = parts
+                all_out[block, split, :, columns] = part_out[...]
                 if share == 0:
-                    all_lse[block, rank] = part_lse[...]
+                    all_lse[block, split] = part_lse[...]
                 part_out, part_lse = all_out.at[block, :, :, columns], all_lse.at[block]
-            whole_lse = lse.at[query, part, some_heads] if share == 0 else None
+            whole_lse = lse.at[query, some_heads] if share == 0 else None
             meet(0, met)
-            merge_columns(part_out, part_lse, whole, whole_lse, blocks=cluster, peers=not simulate)
+            merge_columns(part_out, part_lse, whole, whole_lse, blocks=splits, peers=not simulate)
             meet(1, met)
 
         @pl.when(group == SHARES)
         def _load():
             plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
             load()
-            if cluster > 1:  # whose every thread must come
+            if splits > 1:  # every thread of a cluster must come
                 for meeting in range(MEETINGS):
                     meet(meeting, met)
 
@@ -341,21 +332,20 @@ def make_kernel(
             "raw_scale_s": plgpu.SMEM((stages, step_rows, LATENT // LATENT_TILE), jnp.float32),
             "raw_rope_s": plgpu.SMEM((stages, step_rows, ROPE), BF16),
         }
-    clusters = parts * head_blocks * queries
     out_type = [
-        jax.ShapeDtypeStruct((queries, parts, heads, LATENT), BF16),
-        jax.ShapeDtypeStruct((queries, parts, heads), jnp.float32),
+        jax.ShapeDtypeStruct((queries, heads, LATENT), BF16),
+        jax.ShapeDtypeStruct((queries, heads), jnp.float32),
     ]
-    if simulate and cluster > 1:
-        out_type += simulated_parts(clusters, cluster, block_heads, LATENT)
+    if simulate and splits > 1:
+        out_type += simulated_parts(queries * head_blocks, splits, block_heads, LATENT)
         scratch["met"] = plgpu.ClusterBarrier(collective_axes=(AXIS,), num_arrivals=SHARES + 1, num_barriers=MEETINGS)
     return plgpu.kernel(
         sparse_mla,
         out_type=out_type,
-        grid=(clusters,),
+        grid=(queries * head_blocks,),
         grid_names=("block",),
-        cluster=(cluster,) if cluster > 1 else (),
-        cluster_names=(AXIS,) if cluster > 1 else (),
+        cluster=(splits,) if splits > 1 else (),
+        cluster_names=(AXIS,) if splits > 1 else (),
         num_threads=SHARES + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(

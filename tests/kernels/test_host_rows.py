@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from glmjax.errors import ConfigError
 from glmjax.kernel_report import h200_mesh
-from glmjax.kernels.host_rows import HOST, host_rows, write_pages
+from glmjax.kernels.host_rows import host_rows, write_pages
 from glmjax.kernels.machine_code import machine_code
 from glmjax.kernels.row_format import HostRows
 from glmjax.sharding import hlo
-from glmjax.sharding.aot import OPTIONS, compile_for_h200
+from glmjax.sharding.aot import compile_for_h200
 
 L, S, SIZE, PAGE = 5, 48, 656, 4
 SLOTS = np.array([7, -1, 0, 47, 7, -1, 12], np.int32)
@@ -207,13 +207,13 @@ def pairs(text, opcode):
 @needs_plugin
 def test_xla_reads_on_the_host_beside_the_gpu():
     def program(pool, layer, slots, x, w):
-        # The compile-only devices have no host memory for an argument to be in.
-        return beside_matmuls(lambda: host_rows(jax.device_put(pool, HOST), layer, COUNT, slots), x, w)
+        return beside_matmuls(lambda: host_rows(pool, layer, COUNT, slots), x, w)
 
     arguments = abstract(((8, 4096, SIZE), jnp.uint8), *BY_ADDRESS[1:])
-    text = compile_for_h200(program, *arguments, mesh=h200_mesh()).hlo
-    assert text.count('custom_call_target="HostExecute"') == 1
-    assert pairs(text, "custom-call") == [2]
+    compiled = compile_for_h200(program, *arguments, mesh=h200_mesh(), on_host=(0,))
+    assert compiled.host_memory.arguments == 8 * 4096 * SIZE
+    assert compiled.hlo.count('custom_call_target="HostExecute"') == 1
+    assert pairs(compiled.hlo, "custom-call") == [2]
 
 
 @needs_plugin
@@ -272,34 +272,13 @@ def test_rows_of_several_streams_do_not_share_memory():
         assert result == ROWS * SIZE and result not in arguments
 
 
-def compile_with_host_pool(function, *arguments):
-    """For an H200, with the first argument, which is donated, in host memory as it is on a machine that has one."""
-    from jaxlib.mlir import ir
-
-    mesh = h200_mesh()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(function, donate_argnums=0).lower(*arguments)
-    module = lowered.compiler_ir()
-    with module.context:
-        (main,) = [op.operation for op in module.body if str(op.attributes["sym_name"]) == '"main"']
-        first, *rest = ir.ArrayAttr(main.attributes["arg_attrs"])
-        kept = {x.name: x.attr for x in ir.DictAttr(first)}
-        placed = ir.DictAttr.get({**kept, "mhlo.memory_kind": ir.StringAttr.get("pinned_host")})
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get([placed, *rest])
-    return lowered.compile(compiler_options=dict(OPTIONS))
-
-
 @needs_plugin
-@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")  # as in compile_for_h200
 def test_pages_go_to_host_memory_in_place_on_an_h200():
     layers, slots, page = 8, 4096, 64
     shapes = [((layers, slots, SIZE), jnp.uint8), ((layers, 16, page, SIZE), jnp.uint8), ((16,), jnp.int32)]
-    program = compile_with_host_pool(
-        lambda pool, rows, slots: write_pages(jax.device_put(pool, HOST), rows, slots), *abstract(*shapes)
-    )
-    memory = program.memory_analysis()
-    assert memory.host_argument_size_in_bytes == memory.host_alias_size_in_bytes == layers * slots * SIZE
-    assert memory.host_temp_size_in_bytes == 0
-    assert memory.temp_size_in_bytes < 2 * layers * page * SIZE  # a page on its way
-    text = program.as_text()
-    assert "dynamic-update-slice-start" in text and "HostExecute" not in text
+    program = compile_for_h200(write_pages, *abstract(*shapes), mesh=h200_mesh(), donate=(0,), on_host=(0,))
+    there = program.host_memory
+    assert there.arguments == there.aliased == layers * slots * SIZE
+    assert there.temporaries == 0
+    assert program.memory.temporaries < 2 * layers * page * SIZE  # a page on its way
+    assert "dynamic-update-slice-start" in program.hlo and "HostExecute" not in program.hlo

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_addresses import Values, instructions
 from h200_code import check_code, compile_case, compile_program, needs_plugin
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -141,7 +142,7 @@ def test_keys_are_read_once_for_a_tile_of_queries(case):
 
 @needs_plugin
 def test_the_pools_bytes_are_not_copied():
-    """The cache stores fp8 as bytes, of all indexers together; slots are beyond 2^31 bytes."""
+    """The cache stores fp8 as bytes, of all indexers together."""
     case = cases()[0]
     query, weights, _, _, tables, visible = case.arguments
     keys = jax.ShapeDtypeStruct((20, 1 << 20, DIM), jnp.uint8)
@@ -154,3 +155,14 @@ def test_the_pools_bytes_are_not_copied():
     program = compile_program(dataclasses.replace(case, function=scores, arguments=arguments))
     assert program.memory.temporaries < 1 << 20
     check_code(machine_code(program.executable)[0], "QGMMA", "UTMALDG")
+    # Slots are beyond 2^31 bytes: the copies of the last block of keys, and of its scales, start where it stands.
+    last = 20 * (1 << 20) // BLOCK - 1
+    values = Values(2 * 128, lambda array: last)
+    with instructions(program.hlo, "bulk.tensor.3d") as copies:
+        keys = [[values.of(x) for x in list(copy.operands)[4:]] for copy in copies]
+    with instructions(program.hlo, "bulk.tensor.1d") as copies:
+        scales = [[values.of(x) for x in list(copy.operands)[4:]] for copy in copies]
+    assert len(keys) == len(scales) == 2  # one for each of the warpgroups that compute
+    for byte, row, group in keys:  # of tiles of 8 keys
+        assert (group * 8 + row) * DIM + byte == last * BLOCK * DIM > 1 << 31
+    assert scales == [[last * BLOCK]] * 2

@@ -1,29 +1,27 @@
 """Sparse MLA's Hopper kernel: interpreted with race detection against float64; its machine code; what is around it."""
 
+import dataclasses
 import functools
 import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from h200_code import check_code, compile_case, needs_plugin
+from device_addresses import Values, instructions
+from h200_code import check_code, compile_case, compile_program, needs_plugin
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glmjax.cache import KVCache, read_mla
 from glmjax.errors import ConfigError
 from glmjax.kernels.kv_rows import LATENT_TILE, quantize_latent
 from glmjax.kernels.roofline import MULTIPROCESSORS
-from glmjax.kernels.sparse_mla import merge_by_lse, sparse_mla, sparse_mla_from_pool
-from glmjax.kernels.sparse_mla_hopper import (
-    cases,
-    count_bytes,
-    default_config,
-    least_bytes,
-    merge_parts,
-    sparse_mla_hopper,
-)
+from glmjax.kernels.scattered_rows import WARPGROUP
+from glmjax.kernels.sparse_mla import sparse_mla, sparse_mla_from_pool
+from glmjax.kernels.sparse_mla_hopper import cases, clusters_at_once, default_config, least_bytes, sparse_mla_hopper
 from glmjax.kernels.sparse_mla_kernel import COMPUTE_REGISTERS, LOAD_REGISTERS, Config
 
 LATENT, ROPE, LAYERS, SLOTS, LAYER, SCALE = 512, 64, 2, 300, 1, 1 / 16
@@ -91,12 +89,21 @@ def expected(queries, pools, rows):
     return attend_numpy(queries, dequantized(latent, scale), rope, rows)
 
 
-def run(queries, pools, rows, **options):
+def run(queries, pools, rows, splits=1):
     """The kernel, interpreted; a race raises."""
     params = plgpu.InterpretGPUParams(detect_races=True)
-    attend = functools.partial(sparse_mla_hopper, scale=SCALE, simulate=True, interpret=params, **options)
+    config = Config(splits, 2 if pools[1] is None else 3)
+    attend = functools.partial(sparse_mla_hopper, scale=SCALE, config=config, simulate=True, interpret=params)
     out, lse = attend(*queries, *pools, LAYER, rows)
     return np.asarray(out, np.float64), np.asarray(lse)
+
+
+def run_cluster(*arguments, splits):
+    """As ``run``, in a process of its own: every warpgroup of a cluster needs a thread of XLA's pool, or they hang."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=64")
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(run, *arguments, splits=splits).result()
 
 
 def assert_close(actual, wanted, roundings=2):
@@ -109,8 +116,9 @@ def assert_close(actual, wanted, roundings=2):
     assert (out[~seen] == 0).all()
 
 
+@pytest.mark.parametrize("attend", [run, functools.partial(run_cluster, splits=3)], ids=["block", "cluster"])
 @pytest.mark.parametrize("quantized", SLOW_BF16)
-def test_missing_rows_anywhere(quantized):
+def test_missing_rows_anywhere(quantized, attend):
     """None at all; a first tile without; one row, the last; many holes. Unselected rows hold NaN and infinity."""
     rows = random_rows([0, 192, 192, 192], 192)
     rows[1, :64] = -1
@@ -129,7 +137,7 @@ def test_missing_rows_anywhere(quantized):
     else:
         pools[0][:, unused] = np.nan
     pools[0][1 - LAYER] = 0x7F if quantized else np.nan
-    assert_close(run(queries, pools, rows), wanted)
+    assert_close(attend(queries, pools, rows), wanted, roundings=2 if attend is run else 3)
 
 
 @pytest.mark.slow
@@ -145,13 +153,23 @@ def test_many_heads(heads):
     assert_close(run(queries, pools, rows), expected(queries, pools, rows))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantized", [True, False], ids=["fp8", "bf16"])
-def test_parts_merge_to_the_whole(quantized):
-    """Three parts of four tiles, one query without rows in any, one in a single part."""
-    rows, pools, queries = random_rows([256, 0, 30], 256), random_pools(quantized), random_queries(3, 8)
-    stages = 3 if quantized else 2
-    assert_close(run(queries, pools, rows, config=Config(3, stages)), expected(queries, pools, rows), roundings=3)
+@pytest.mark.parametrize(
+    ("splits", "heads", "quantized"),
+    [
+        pytest.param(4, 16, True),
+        pytest.param(4, 8, False, marks=pytest.mark.slow),
+        pytest.param(3, 8, True, marks=pytest.mark.slow),  # four pieces of output to a warpgroup, for three blocks
+        pytest.param(2, 128, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_cluster_merges_its_parts(splits, heads, quantized):
+    """All parts with rows, none, one alone; the last has a row that outweighs all others."""
+    rows, pools = random_rows([256, 0, 30], 256), random_pools(quantized)
+    queries = random_queries(3, heads)
+    rows[0, 200:] = -1
+    rows[2, 255] = rows[0, 0]
+    queries[1][2] *= 4
+    assert_close(run_cluster(queries, pools, rows, splits=splits), expected(queries, pools, rows), roundings=3)
 
 
 @pytest.mark.slow
@@ -160,7 +178,7 @@ def test_every_ring_of_buffers_comes_round(quantized):
     """Seven tiles in one block: more than there are of slots, of half tiles and of tiles."""
     rows = np.random.default_rng(5).integers(0, SLOTS, (1, 448)).astype(np.int32)
     pools, queries = random_pools(quantized), random_queries(1, 8)
-    assert_close(run(queries, pools, rows, config=Config(1, 3 if quantized else 2)), expected(queries, pools, rows))
+    assert_close(run(queries, pools, rows), expected(queries, pools, rows))
 
 
 @pytest.mark.slow
@@ -202,14 +220,50 @@ MARKED = [pytest.param(c, id=c.shape, marks=[] if c.shape == FIRST else pytest.m
 @pytest.mark.parametrize("case", MARKED)
 def test_machine_code(case):
     code, *others = compile_case(case)
-    # Batches that do not divide 132 leave a few multiprocessors without a part of equal length.
-    filled = MULTIPROCESSORS if "T=8 H=16" in case.shape or "T=8 H=64" in case.shape else 120
-    check_code(code, "HGMMA", "LDGSTS", "UTMALDG", "UTMASTG", blocks=filled)
+    # Where parts are merged, registers go straight to device memory.
+    stores = ["UTMASTG"] if "prefill" in case.shape else []
+    check_code(code, "HGMMA", "LDGSTS", "UTMALDG", *stores, blocks=128)  # equal clusters do not come to 132
     # Warpgroups that compute take registers over from the one that loads; beyond the block's they would wait for ever.
     assert code.threads // 128 * code.registers >= LOAD_REGISTERS + 2 * COMPUTE_REGISTERS
     assert code.instructions["HGMMA"] == 44  # 36 for the scores, in one warpgroup, 4 for the output in each
     assert "HMMA" not in code.instructions
-    assert all(x.blocks is None for x in others)  # XLA's own: the last slot of a query, the merging
+    assert all(x.blocks is None for x in others)  # XLA's own: the last slot of a query
+
+
+@needs_plugin
+def test_parts_are_not_in_device_memory():
+    case = cases()[1]
+    assert "T=8 H=64" in case.shape and default_config(8, 64, 2048, True).splits == 16
+    memory = compile_program(case).memory
+    assert memory.outputs < 8 * 64 * (2 * LATENT + 4) + 1024
+    assert memory.temporaries < 4096  # a part of one query is 66 kB
+
+
+@needs_plugin
+@pytest.mark.parametrize("quantized", [True, False], ids=["fp8", "bf16"])
+def test_slots_beyond_2_to_the_31_bytes(quantized):
+    """Where threads' copies read, for the last slot of the last layer; every layer of a pool is 2^32 bytes or more."""
+    layers, slots, first = 2, 1 << 28, WARPGROUP * 2  # of the threads that load
+    case = next(case for case in cases() if case.shape.endswith("fp8" if quantized else "bf16"))
+    queries, pools, rest = case.arguments[:2], case.arguments[2:-2], case.arguments[-2:]
+    pools = tuple(jax.ShapeDtypeStruct((layers, slots, pool.shape[-1]), pool.dtype) for pool in pools)
+    program = compile_program(dataclasses.replace(case, arguments=(*queries, *pools, *rest)))
+    threads = {
+        thread: Values(first + thread, lambda array: slots - 1 if "workgroup" in array else layers - 1)
+        for thread in (0, 77, WARPGROUP - 1)
+    }
+    # Of each copy: bytes from row to row, and which of them it reads.
+    latents = [(512, 0, 512), (16, 0, 16)] if quantized else [(1024, 0, 512), (1024, 512, 1024)]
+    with instructions(program.hlo, "cp.async.cg.shared.global") as found:
+        copies = iter(found)
+        for stride, start, stop in (*latents, (128, 0, 128)):
+            units = (stop - start) // 16
+            row = (layers * slots - 1) * stride
+            for turn in range(0, (32 if quantized else 64) * units, WARPGROUP):
+                copy = next(copies)
+                for thread, values in threads.items():
+                    assert values.of(copy.operands[1]) == row + start + 16 * ((turn + thread) % units)
+        assert next(copies, None) is None
 
 
 def test_bytes_are_nearly_the_least():
@@ -219,10 +273,7 @@ def test_bytes_are_nearly_the_least():
     assert math.isclose(flops / least, 191, rel_tol=0.01)
     for case in cases():
         words = dict(word.split("=") for word in case.shape.split() if "=" in word)
-        shape = int(words["T"]), int(words["H"]), 2048, "fp8" in case.shape
-        parts = case.bytes - count_bytes(*shape, 1)  # what decode's merging adds
-        assert (parts == 0) == ("prefill" in case.shape)
-        assert case.bytes - parts < 1.15 * least_bytes(*shape)
+        assert case.bytes < 1.02 * least_bytes(int(words["T"]), int(words["H"]), 2048, "fp8" in case.shape)
 
 
 # Around the kernel.
@@ -233,21 +284,22 @@ def test_bytes_are_nearly_the_least():
 def test_few_queries_are_cut_until_the_gpu_is_full(queries, heads):
     config = default_config(queries, heads, 2048, True)
     config.check(2048, True)
-    blocks = queries * max(1, heads // 64)
-    assert config.splits == 1 or blocks < MULTIPROCESSORS
-    assert config.splits == 32 or blocks * (config.splits + 1) >= MULTIPROCESSORS
-    tiles = -(-32 // config.splits) * -(-blocks * config.splits // MULTIPROCESSORS)
-    assert tiles <= 2 * 32 * blocks / MULTIPROCESSORS + 2
+    clusters = queries * max(1, heads // 64)
+    assert config.splits == 1 or clusters <= clusters_at_once(config.splits)
+    assert config.splits == 16 or clusters * config.splits * 2 > MULTIPROCESSORS
+    tiles = -(-32 // config.splits) * -(-clusters // MULTIPROCESSORS)
+    assert tiles <= 2 * 32 * clusters / MULTIPROCESSORS + 2
 
 
-def test_merging_parts_is_that_of_pairs():
-    rng = np.random.default_rng(0)
-    out, lse = rng.standard_normal((2, 3, 4, 8)).astype(np.float32), rng.standard_normal((2, 3, 4)).astype(np.float32)
-    lse[0, 1], lse[1] = -np.inf, -np.inf
-    out[np.isneginf(lse)] = 0
-    pairs = functools.reduce(lambda a, b: merge_by_lse(*a, *b), [(out[:, n], lse[:, n]) for n in range(3)])
-    for actual, wanted in zip(merge_parts(jnp.asarray(out), jnp.asarray(lse)), pairs, strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol=1e-6, atol=1e-6)
+def test_powers_of_two_take_128_multiprocessors():
+    for heads, most in ((16, 16), (64, 16), (128, 8)):
+        for queries in (8, 16, 32, 64):
+            splits = default_config(queries, heads, 2048, True).splits
+            assert splits == most * 8 // queries and splits * queries * max(1, heads // 64) == 128
+
+
+def test_a_cluster_stays_within_a_group_of_multiprocessors():
+    assert [clusters_at_once(n) for n in (1, 2, 4, 6, 8, 16)] == [132, 66, 32, 18, 16, 8]
 
 
 @pytest.mark.parametrize("quantized", [True, False], ids=["fp8", "bf16"])
@@ -286,9 +338,11 @@ def test_what_the_kernel_is_not_for_is_refused(change, words):
         sparse_mla_hopper(*queries, *pools, LAYER, rows, scale=SCALE)
 
 
-@pytest.mark.parametrize("config", [Config(0), Config(2), Config(1, 1), Config(1, 4)])
-def test_impossible_cuts_are_refused(config):
+@pytest.mark.parametrize(
+    ("config", "k"), [(Config(0), 64), (Config(2), 64), (Config(1, 1), 64), (Config(1, 4), 64), (Config(17), 2048)]
+)
+def test_impossible_cuts_are_refused(config, k):
     with pytest.raises(ConfigError, match="splits must be"):
         sparse_mla_hopper(
-            *random_queries(1, 16), *random_pools(), LAYER, random_rows([5], 64), scale=SCALE, config=config
+            *random_queries(1, 16), *random_pools(), LAYER, random_rows([5], k), scale=SCALE, config=config
         )
