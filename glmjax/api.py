@@ -11,28 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import glmjax
 from glmjax.checkpoint import load_checkpoint, load_config
 from glmjax.config import GLMConfig, token_ids
 from glmjax.demo import build_demo
+from glmjax.engines import build_engine, build_pair, progress_bar
 from glmjax.errors import CheckpointError, ConfigError, RequestError
 from glmjax.options import EngineOptions, engine_options
-from glmjax.pool_sizes import pool_sizes
-from glmjax.programs import Programs, drafts_by_rows, step_shapes, with_contexts
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.clock import Clock
-from glmjax.serving.data_parallel import DataParallelScheduler
-from glmjax.serving.engine import Engine
+from glmjax.serving.disaggregated import AnyEngine
 from glmjax.serving.http import HttpOptions, build_app
-from glmjax.serving.runner import ProgramRunner
-from glmjax.serving.scheduler import Scheduler
-from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.serving.server import Server
 from glmjax.serving.tokenizer import Tokenizer
-from glmjax.step_io import MAX_BANNED
 from glmjax.types import RequestOutput, SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
@@ -55,21 +47,29 @@ class LLM:
         self.model_path = find_model(model)
         self.layout = settings.layout
         config = load_config(self.model_path)
-        settings.layout.check_model(config, settings.block_size)
+        for layout in (settings.layout, settings.prefill, settings.decode):
+            if layout is not None:
+                layout.check_model(config, settings.block_size)
         drafts = settings.num_speculative_tokens
         if drafts and not config.num_nextn_predict_layers:
             raise ConfigError(
                 f"num_speculative_tokens={drafts} needs an MTP layer, and {self.model_path} has none "
                 "(num_nextn_predict_layers=0): leave it at 0"
             )
-        self.config, params = load_checkpoint(self.model_path, settings.dtype, settings.layout, mtp=drafts > 0)
         self.tokenizer = Tokenizer.from_dir(self.model_path) if (self.model_path / "tokenizer.json").exists() else None
-        self.sampling_defaults, eos_ids = _generation_config(self.model_path, self.config)
-        self._engine = build_engine(self.config, params, self.tokenizer, settings, eos_ids)
+        self.sampling_defaults, eos_ids = _generation_config(self.model_path, config)
+        self.config, self._engine = self._build(settings, eos_ids)
         self._template: ChatTemplate | None = None
 
+    def _build(self, settings: EngineOptions, eos_ids: Sequence[int]) -> tuple[GLMConfig, AnyEngine]:
+        if settings.prefill is not None:
+            return build_pair(self.model_path, self.tokenizer, settings, eos_ids)
+        mtp = settings.num_speculative_tokens > 0
+        config, params = load_checkpoint(self.model_path, settings.dtype, settings.layout, mtp=mtp)
+        return config, build_engine(config, params, self.tokenizer, settings, eos_ids)
+
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         return self._engine
 
     def generate(
@@ -97,7 +97,7 @@ class LLM:
         try:
             for i, (ids, text, sampling) in enumerate(requests):
                 handles.append(self._engine.submit(ids, sampling, f"{batch}-{i}", prompt=text))
-            with _progress("Generating", show=use_tqdm) as progress:
+            with progress_bar("Generating", show=use_tqdm) as progress:
                 task = progress.add_task("Generating", total=len(handles))
                 while self._engine.has_work:
                     self._engine.step()
@@ -268,62 +268,6 @@ def find_model(model: str | Path) -> Path:
     return path
 
 
-def build_engine(
-    config: GLMConfig, params: Any, tokenizer: Tokenizer | None, options: EngineOptions, eos_ids: Sequence[int]
-) -> Engine:
-    """Compiles the programs for these options and joins them with a scheduler."""
-    sizes = pool_sizes(config, options)
-    layout, max_model_len = options.layout, sizes.max_model_len
-    max_chunk = min(options.max_num_batched_tokens, max_model_len)
-    table_width = -(-max_model_len // sizes.block_size)
-    drafting = options.drafting
-    shapes = step_shapes(options.max_num_seqs, max_chunk, drafts_by_rows(config, params, drafting, layout))
-    shapes = with_contexts(shapes, table_width, layout, options.dcp_prefill)
-    with _progress("Compiling") as progress:
-        task = progress.add_task("Compiling", total=len(shapes))
-        programs = Programs(
-            config,
-            params,
-            num_blocks=sizes.num_blocks,
-            block_size=options.block_size,
-            table_width=table_width,
-            cache_dtype=options.cache_dtype,
-            shapes=shapes,
-            num_slots=options.max_num_seqs,
-            speculation=drafting,
-            offload=sizes.offload,
-            layout=layout,
-            prefill=options.dcp_prefill,
-            combine=options.dcp_comm_backend,
-            dispatch=options.ep_dispatch,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
-    limits = SchedulerConfig(
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        block_size=sizes.block_size,
-        num_blocks=sizes.num_blocks,
-        enable_prefix_caching=options.enable_prefix_caching,
-        policy=options.policy,
-        num_speculative_tokens=drafting.num_drafts,
-        num_pages=None if sizes.offload is None else sizes.offload.num_pages,
-        region_pages=0 if sizes.offload is None else sizes.offload.region_pages,
-    )
-    scheduler = Scheduler(limits, eos_ids) if layout.dp == 1 else DataParallelScheduler(limits, layout.dp, eos_ids)
-    raw = tokenizer.raw if tokenizer else None
-    runner = ProgramRunner(programs)
-    return Engine(
-        scheduler,
-        runner,
-        raw,
-        Clock(),
-        vocab_size=config.vocab_size,
-        max_banned_ids=MAX_BANNED,
-        seed=options.seed,
-    )
-
-
 def _generation_config(path: Path, config: GLMConfig) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Sampling defaults and end-of-sequence ids: ``generation_config.json`` adds to ``config.json``."""
     file = path / "generation_config.json"
@@ -359,12 +303,6 @@ def _prompt_list(prompts: Any) -> list[Any]:
     except TypeError:
         return prompts
     return [prompts]
-
-
-def _progress(title: str, show: bool = True) -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not (show and console.is_terminal))
 
 
 def enable_compilation_cache() -> None:

@@ -193,13 +193,15 @@ def packed_row_bytes(cache: KVCache) -> int:
     return sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in mla_fields(cache).values())
 
 
-def store_packed(cache: KVCache, layer: jax.Array | int, slots: jax.Array, rows: jax.Array) -> KVCache:
-    """Writes packed rows [M, row_bytes] uint8 of one layer to slots [M] int32; -1 is dropped."""
+def store_packed(
+    cache: KVCache, layer: jax.Array | int, slots: jax.Array, rows: jax.Array, first: jax.Array | int = 0
+) -> KVCache:
+    """Writes M of the packed rows [N, row_bytes] uint8, from ``first`` on, to slots [M] int32 of a layer; -1 drops."""
     fields = mla_fields(cache)
     size = cache.latent.shape[1]
     targets = jnp.where(slots >= 0, layer * size + slots, -1)
     flat = [x.reshape(-1, x.shape[-1]) for x in fields.values()]
-    written = row_fetch(flat, rows, targets, jnp.arange(slots.shape[0], dtype=jnp.int32))
+    written = row_fetch(flat, rows, targets, first + jnp.arange(slots.shape[0], dtype=jnp.int32))
     new: dict[str, Any] = {name: rows.reshape(x.shape) for (name, x), rows in zip(fields.items(), written, strict=True)}
     return dataclasses.replace(cache, **new)
 

@@ -10,11 +10,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from glmjax import __version__
+from glmjax import __version__, bench_cli
 from glmjax.errors import ConfigError, GlmjaxError
 from glmjax.sharding.layout import Layout
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="GLM-5.3 in JAX: serve, generate, convert.")
+app.add_typer(bench_cli.app, name="bench")
 
 # Of click, which typer imports or carries with it, depending on its version.
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -64,6 +65,11 @@ class Reads(enum.StrEnum):
     address = "address"
 
 
+class OnLoadFailure(enum.StrEnum):
+    recompute = "recompute"
+    fail = "fail"
+
+
 class OffloadTo(enum.StrEnum):
     host = "host"
 
@@ -110,6 +116,12 @@ OffloadOption = Annotated[OffloadTo | None, typer.Option("--kv-offload", help="P
 OffloadGib = Annotated[float | None, typer.Option("--kv-offload-gib", help="GiB of host memory for --kv-offload.")]
 
 
+PrefillLayout = Annotated[str | None, typer.Option("--prefill", help="Layout of an engine for prompts: 'pcp=8,dcp=8'.")]
+DecodeLayout = Annotated[str | None, typer.Option("--decode", help="Layout of the engine for outputs then.")]
+MinPrefill = Annotated[int, typer.Option("--min-prefill-tokens", help="Shorter uncached prompts stay with --decode.")]
+LoadFailure = Annotated[OnLoadFailure, typer.Option("--kv-load-failure-policy", help="If KV does not arrive.")]
+
+
 @app.command()
 def serve(
     model: Model,
@@ -148,11 +160,17 @@ def serve(
     hisparse_reads: ReadsOption = Reads.auto,
     kv_offload: OffloadOption = None,
     kv_offload_gib: OffloadGib = None,
+    prefill: PrefillLayout = None,
+    decode: DecodeLayout = None,
+    min_prefill_tokens: MinPrefill = 64,
+    kv_load_failure_policy: LoadFailure = OnLoadFailure.recompute,
 ) -> None:
     """Serve a model with OpenAI's HTTP API."""
     from glmjax import api
 
     chosen = _layout(layout, dp=dp, tp=tp, pcp=pcp, dcp=dcp, ep=ep, interleave=interleave)
+    pair = [Layout.parse(text) for text in (prefill, decode) if text is not None]
+    _simulate_devices(sum(one.num_devices for one in pair))
     api.enable_compilation_cache()
     api.serve(
         model,
@@ -184,6 +202,10 @@ def serve(
         hisparse_reads=hisparse_reads.value,
         kv_offload=kv_offload.value if kv_offload else None,
         kv_offload_gib=kv_offload_gib,
+        prefill=prefill,
+        decode=decode,
+        min_prefill_tokens=min_prefill_tokens,
+        kv_load_failure_policy=kv_load_failure_policy.value,
         seed=seed,
     )
 
@@ -349,11 +371,15 @@ def _layout(name: str | None, **degrees: int) -> Layout:
     if name is not None and any(degree != 1 for degree in degrees.values()):
         raise ConfigError(f"--layout {name} and degrees such as --pcp exclude one another: give one of them")
     layout = Layout(**degrees) if name is None else Layout.parse(name)
-    if layout.num_devices > 1 and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+    _simulate_devices(layout.num_devices)
+    return layout
+
+
+def _simulate_devices(count: int) -> None:
+    if count > 1 and "device_count" not in os.environ.get("XLA_FLAGS", ""):
         import jax
 
-        jax.config.update("jax_num_cpu_devices", layout.num_devices)
-    return layout
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def _numbers(option: str, text: str | None) -> list[float] | None:

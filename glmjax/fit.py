@@ -24,8 +24,8 @@ from glmjax.sharding.traffic import KVSource, Prefill
 from glmjax.step import abstract_state, make_step, over_mesh
 from glmjax.step_io import StepShape, packed_width
 
-# The 141 GB of the label are 143,771 MiB on the board (``device_memory_size`` in sharding/h200.txtpb), of which CUDA
-# reports 139.8 GiB to a process.  NCCL and the libraries take a GiB or two out of what is left.
+# The 141 GB of the label are 143,771 MiB on the board, of which CUDA reports 139.8 GiB to a process.  NCCL and the
+# libraries take a GiB or two out of what is left.  sharding/h200.txtpb tells XLA's scheduler of as much.
 H200_BYTES = 139 * 2**30
 GIB = 2**30
 
@@ -169,6 +169,11 @@ def table(fits: Sequence[Fit]) -> str:
         sizes = (fit.weights, fit.kv, fit.temporaries, fit.total, fit.left)
         gib = [f"{size / GIB:.2f}" for size in sizes]
         rows.append([str(fit.layout), fit.kv_source, f"{fit.cached:,}", *gib, f"{fit.kv_tokens:,}"])
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Cells in columns, the first two of them flush left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{c:{'<' if i < 2 else '>'}{widths[i]}}" for i, c in enumerate(row)) for row in rows]
     return "\n".join(lines)

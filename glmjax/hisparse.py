@@ -87,16 +87,21 @@ def bring_in(
         counts=hot.counts.at[0, regions.slot].add(counts),
     )
     tiers, cache = share.tiers, dataclasses.replace(kv.cache, hot=hot)
-    cache = store_packed(cache, layer, targets, tiers.host_rows(layer, 1, sources)[0])
+    # The followers' rows only after the leader's, which it waits for. Else both come over the same link at once, and
+    # of two calls on the host XLA makes one.
+    rows, later = jax.lax.optimization_barrier((tiers.host_rows(layer, 1, sources)[0], sources))
+    cache = store_packed(cache, layer, targets, rows)
     incoming = None
     if followers:
-        incoming = Incoming(tiers.host_rows(layer + 1, followers, sources, aside=True), targets)
+        incoming = Incoming(tiers.host_rows(layer + 1, followers, later, aside=True), targets)
     return KV(cache, kv.view), slots, incoming
 
 
 def take_in(kv: KV, layer: jax.Array | int, incoming: Incoming, follower: jax.Array | int) -> KV:
-    """Puts a follower's rows in their places."""
-    return KV(store_packed(kv.cache, layer, incoming.targets, incoming.rows[follower]), kv.view)
+    """Puts a follower's rows in their places, from where they are: a part cut out would be a copy."""
+    _, count, size = incoming.rows.shape
+    rows = incoming.rows.reshape(-1, size)
+    return KV(store_packed(kv.cache, layer, incoming.targets, rows, first=follower * count), kv.view)
 
 
 def start_counting(cache: KVCache) -> KVCache:

@@ -51,6 +51,10 @@ class EngineOptions:
       hisparse_reads: how rows come from the host: "xla", "address" (GPUs only), or "auto" for what suits the device.
       kv_offload: "host" is plain offload of whole blocks instead, the baseline: a running request is on the device
         whole, and blocks of the prefix cache come back from ``kv_offload_gib`` of host memory.
+      prefill, decode: two layouts instead of one: prompts are computed by an engine of their own, outputs by another,
+        each on devices of its own (one device may serve both), and KV travels between them.
+      min_prefill_tokens: prompts of which fewer tokens are not cached are computed by the decode engine itself.
+      kv_load_failure_policy: what becomes of a request whose KV does not arrive: "recompute" it, or "fail" it.
       seed: of requests that bring none.
     """
 
@@ -77,6 +81,10 @@ class EngineOptions:
     hisparse_reads: Reads = "auto"
     kv_offload: Literal["host"] | None = None
     kv_offload_gib: float | None = None
+    prefill: Layout | None = None
+    decode: Layout | None = None
+    min_prefill_tokens: int = 64
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -107,6 +115,7 @@ class EngineOptions:
         for field in ("kv_cache_gib", "hisparse_host_gib", "kv_offload_gib"):
             _positive(field, getattr(self, field))
         self._check_offload()
+        self._check_disaggregation()
 
     def _check_offload(self) -> None:
         if self.kv_offload is not None:
@@ -118,7 +127,9 @@ class EngineOptions:
                 f"kv_offload_gib must be left at None without kv_offload='host', got {self.kv_offload_gib!r}"
             )
         if self.kv_offload is not None and self.kv_offload_gib is None:
-            raise ConfigError(f"kv_offload must be left at None without kv_offload_gib, got {self.kv_offload!r}")
+            raise ConfigError(
+                f"kv_offload must come with kv_offload_gib, the host memory that it may take, got {self.kv_offload!r}"
+            )
         if self.kv_offload is not None and self.hisparse_host_gib is not None:
             raise ConfigError(
                 "kv_offload='host' is the baseline without HiSparse, and hisparse_host_gib="
@@ -127,6 +138,23 @@ class EngineOptions:
         if self.hisparse_host_gib is None and self.hisparse_buffer is not None:
             raise ConfigError(
                 f"hisparse_buffer must be left at None without hisparse_host_gib, got {self.hisparse_buffer!r}"
+            )
+
+    def _check_disaggregation(self) -> None:
+        _whole("min_prefill_tokens", self.min_prefill_tokens, least=1)
+        _one_of("kv_load_failure_policy", self.kv_load_failure_policy, ("recompute", "fail"))
+        for name, other in (("prefill", self.decode), ("decode", self.prefill)):
+            value = getattr(self, name)
+            if not isinstance(value, Layout | None):
+                raise ConfigError(f"{name} must be a glmjax.Layout or its text, such as 'pcp=8,dcp=8', got {value!r}")
+            if value is not None and other is None:
+                raise ConfigError(f"{name} must be left at None without the other of prefill and decode, got {value!r}")
+        if self.prefill is not None and self.layout != ONE_DEVICE:
+            raise ConfigError(f"layout must be left out where prefill and decode have their own, got {self.layout!r}")
+        if self.prefill is not None and self.host_gib is not None:
+            raise ConfigError(
+                "prefill must be left at None with KV rows in host memory: this version does not hand over requests "
+                f"whose rows are in two tiers, got {self.prefill!r}"
             )
 
     @property
@@ -155,13 +183,6 @@ class EngineOptions:
         return Speculation(num_drafts=self.num_speculative_tokens, mode=self.speculation, rates=rates)
 
 
-# Arguments that the interface reserves: the value that means "off", and what they will do.
-RESERVED: dict[str, tuple[Any, str]] = {
-    "prefill": (None, "prefill/decode disaggregation"),
-    "decode": (None, "prefill/decode disaggregation"),
-}
-
-
 def engine_options(**arguments: Any) -> EngineOptions:
     """Checks keyword arguments of ``LLM`` and ``serve``; vLLM's ``speculative_config`` is taken too.
 
@@ -177,16 +198,15 @@ def engine_options(**arguments: Any) -> EngineOptions:
                 raise ConfigError(
                     f"{name}={arguments[name]!r}, but speculative_config says {value!r}: give one of them"
                 )
-    for name, value in arguments.items():
-        if name in RESERVED:
-            off, what = RESERVED[name]
-            if value not in (off, None):
-                raise ConfigError(f"{name}={value!r}: {what} is not available in this version; leave it at {off!r}")
-        elif name not in known:
+    for name in arguments:
+        if name not in known:
             raise ConfigError(f"unknown option {name!r}; known ones are {', '.join(sorted(known))}")
     given = {k: v for k, v in arguments.items() if k in known}
-    layout = given.get("layout", ONE_DEVICE)
-    given["layout"] = ONE_DEVICE if layout is None else Layout.parse(layout) if isinstance(layout, str) else layout
+    for name in ("layout", "prefill", "decode"):
+        if isinstance(given.get(name), str):
+            given[name] = Layout.parse(given[name])
+    if given.get("layout") is None:
+        given["layout"] = ONE_DEVICE
     return EngineOptions(**given)
 
 

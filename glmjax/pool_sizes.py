@@ -1,6 +1,7 @@
 """How large the KV pools are: as told, or what the memory holds; checked before anything is allocated."""
 
 import dataclasses
+import math
 import os
 
 import jax
@@ -89,11 +90,13 @@ def _with_host_pool(config: GLMConfig, options: EngineOptions, host_gib: float, 
         longest = min(longest, max(room, 0))
     need = -(-longest // block_size) + SPARE_BLOCKS
     if num_blocks < need or longest < 2:
-        need = max(need, 1 + SPARE_BLOCKS)
+        longest = max(longest, 2)
+        need = -(-longest // block_size) + SPARE_BLOCKS
+        least = math.ceil(100 * need * block_bytes / GIB) / 100
         raise ConfigError(
             f"a host pool of {host_gib:g} GiB has {num_blocks} blocks of {block_size} tokens, and max_model_len="
-            f"{longest} needs {need}, which are {need * block_bytes / GIB:.1f} GiB: raise hisparse_host_gib "
-            "(kv_offload_gib for plain offload), or lower max_model_len"
+            f"{longest} needs {need}, which are {least:.2f} GiB: raise "
+            f"{'kv_offload_gib' if options.kv_offload else 'hisparse_host_gib'}, or lower max_model_len"
         )
     _check_host_memory(host_gib, layout)
     region_pages = 0 if options.kv_offload == "host" else _region_pages(config, options, longest)
@@ -115,6 +118,13 @@ def _with_host_pool(config: GLMConfig, options: EngineOptions, host_gib: float, 
     if pages is None:
         one = on_device(2) - on_device(1)
         pages = _fitting(options, one, _device_budget(options) - (on_device(1) - one), num_blocks)
+    if not region_pages and pages * block_size < longest:
+        if options.max_model_len is not None:
+            raise ConfigError(
+                f"with plain offload a running request is on the device whole, and {pages} blocks of {block_size} "
+                f"tokens are fewer than max_model_len={longest}: raise num_device_blocks or kv_cache_gib, or lower it"
+            )
+        longest = pages * block_size
     return PoolSizes(num_blocks, block_size, longest, Offload(pages, region_pages, reads=options.hisparse_reads))
 
 

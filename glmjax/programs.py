@@ -19,6 +19,7 @@ from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.handoff import BlockCopies
 from glmjax.host_pool import abstract_host_pool, address_sharding, addresses, make_host_pool
+from glmjax.model import group_runs
 from glmjax.params import Params, QuantizedWeight, fp8_as_bytes
 from glmjax.sharding import aot, cp
 from glmjax.sharding.layout import ONE_DEVICE, Layout
@@ -69,12 +70,25 @@ def with_contexts(
 
     Gathering costs what the block table could hold, not what it does hold.
     """
-    widths = sorted({width for part in (16, 4, 1) if (width := -(-table_width // part)) >= MIN_CONTEXT_BLOCKS})
+    widths = context_widths(table_width)
     if layout.dcp == 1 or prefill == "query_gather":
         return tuple(shapes)
     gathering = [s for s in shapes if not s.decode and cp.may_gather_keys(s.tokens, layout.pcp)]
     others = [s for s in shapes if s not in gathering]
-    return (*others, *(dataclasses.replace(s, blocks=width) for s in gathering for width in widths or [table_width]))
+    return (*others, *(dataclasses.replace(s, blocks=width) for s in gathering for width in widths))
+
+
+def staged_shapes(shapes: Sequence[StepShape], table_width: int, layout: Layout) -> list[StepShape]:
+    """The same for chunks whose context is copied together: what is copied is what the block table could hold."""
+    chunks = sorted({s.tokens for s in shapes if not s.decode})
+    can = [n for n in chunks if layout.pcp == 1 or cp.may_gather_keys(n, layout.pcp)]
+    return [StepShape(1, n, width, staged=True) for n in can for width in context_widths(table_width)]
+
+
+def context_widths(table_width: int) -> list[int]:
+    """Entries of block tables for contexts of a sixteenth, a quarter and all of the longest."""
+    widths = {width for part in (16, 4, 1) if (width := -(-table_width // part)) >= MIN_CONTEXT_BLOCKS}
+    return sorted(widths) or [table_width]
 
 
 def _sizes(first: int, last: int) -> list[int]:
@@ -151,7 +165,7 @@ class Programs:
                 f"num_speculative_tokens={speculation.num_drafts} needs parameters with the MTP layer, and {why}"
             )
         if offload is not None and offload.region_pages:
-            shapes = [*shapes, *(dataclasses.replace(s, staged=True) for s in shapes if not s.decode)]
+            shapes = [*shapes, *staged_shapes(shapes, table_width, layout)]
         self.shapes = tuple(sorted(set(shapes)))
         self.num_slots = num_slots or max((s.requests for s in self.shapes if s.decode), default=1)
         self.compilations = 0
@@ -199,6 +213,13 @@ class Programs:
     def make_host(self) -> jax.Array:
         """An empty pool on the host."""
         return make_host_pool(self.abstract_host())
+
+    @property
+    def staged_layers(self) -> int:
+        """Layers that a staged chunk brings together. A scan looks ahead by one layer also in its last turn."""
+        looks_beyond = group_runs(self.config)[-1].count > 1
+        mtp = self.speculation.num_drafts > 0
+        return self.config.num_hidden_layers + int(looks_beyond) + int(mtp)
 
     @property
     def _host_mesh(self) -> jax.sharding.Mesh:
@@ -327,9 +348,7 @@ class Programs:
         if self.offload is not None:
             raise ConfigError("blocks whose rows are in two tiers are not copied out of the device's pools")
         self.compilations += 2
-        return BlockCopies(
-            self.abstract_cache(), self.block_size, most, self.layout, self.mesh, self._compiler_options
-        )
+        return BlockCopies(self.abstract_cache(), self.block_size, most, self.layout, self.mesh, self._compiler_options)
 
     def _compile_transfers(self, offload: Offload) -> Transfers:
         self.compilations += 2

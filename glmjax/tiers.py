@@ -54,7 +54,7 @@ class HotRows:
     A device has its own, also where others hold the same KV: the rows that it has brought in are its own too.
 
     Attributes:
-      owner: [N, S + 1, U] int32, the position (on a DCP rank: the how-manieth of its own) that a row holds; -1: none.
+      owner: [N, S + 1, U] int32, the position that a row holds, counted among those of this DCP rank; -1: none.
       order: [N, S + 1, U] int32, places of the region from the least to the most recently used.
       lease: [N, S + 1] int32, the lease of a region that owner and order are of; of another they mean nothing.
       counts: [1, S + 1, 3] int32, of the step at hand: hits, misses, and rows brought in over all layers.

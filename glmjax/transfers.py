@@ -86,7 +86,7 @@ class Transfers:
         mesh: Mesh | None,
         compiler_options: dict[str, Any] | None = None,
     ):
-        self._most, self._ranks, self._sharding = most, layout.dp, None
+        self.most, self._ranks, self._sharding = most, layout.dp, None
         kv, rows = cache_spec(layout), batch_spec(layout)
 
         def write(cache: KVCache, host: jax.Array, moves: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,17 +106,14 @@ class Transfers:
         self._to_host = to_host_program.compile(compiler_options)
         self._to_device = jax.jit(read, donate_argnums=0).lower(cache, host, moves).compile(compiler_options)
 
-    def write_back(self, cache: KVCache, host: jax.Array, pages: Sequence[Pages]) -> tuple[jax.Array, list[jax.Array]]:
-        """Copies each rank's pages to its blocks on the host.  The host's pool passed in is consumed.
+    def write_back(self, cache: KVCache, host: jax.Array, pages: Sequence[Pages]) -> tuple[jax.Array, jax.Array]:
+        """Copies each rank's pages, up to ``most``, to its blocks on the host.  The host's pool passed in is consumed.
 
         Returns:
-          the host's pool, and arrays that are there once the copies are made.
+          the host's pool, and an array that is there once the copies are made.
         """
-        done = []
-        for moves in self._padded(pages):
-            host, copied = self._to_host(cache, host, moves)
-            done.append(copied)
-        return host, done
+        (moves,) = self._padded(pages)
+        return self._to_host(cache, host, moves)
 
     def load(self, cache: KVCache, host: jax.Array, pages: Sequence[Pages]) -> KVCache:
         """Copies each rank's blocks into its pages.  The cache passed in is consumed."""
@@ -125,7 +122,7 @@ class Transfers:
         return cache
 
     def _padded(self, pages: Sequence[Pages]) -> list[Any]:
-        most = self._most
+        most = self.most
         batches = []
         for first in range(0, max(map(len, pages), default=0), most):
             moves = np.full((self._ranks, most, 2), -1, np.int32)

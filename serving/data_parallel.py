@@ -117,7 +117,8 @@ class DataParallelScheduler:
                 receives=tuple(m for m in plan.receives if m.rank == rank),
             )
             errors = {name: why for name, why in results.errors.items() if name in mine}
-            updates += scheduler.commit(own, Results(results.sampled, _of_rank(results.failed, rank), errors))
+            failed, failed_loads = _of_rank(results.failed, rank), _of_rank(results.failed_loads, rank)
+            updates += scheduler.commit(own, Results(results.sampled, failed, failed_loads, errors))
         for update in updates:
             if update.finish_reason is not None:
                 del self._rank_of[update.request.request_id]

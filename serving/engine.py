@@ -182,13 +182,20 @@ class Engine:
                 self._command(functools.partial(self._admit, handle))
         return handle
 
-    def go_on(self, request_id: str, offer: Offer | None = None) -> bool:
-        """Queue a request that was held, whose KV may be fetched now; False if it has been aborted meanwhile."""
+    def go_on(self, request_id: str, offer: Offer | None = None, *, error: str | None = None) -> bool:
+        """Queue a request that was held, whose KV may be fetched now, or end it with an error.
+
+        False if it has been aborted meanwhile.
+        """
         with self._wake:
             if request_id not in self._held:
                 return False
-            self._held.remove(request_id)
             handle = self._handles[request_id]
+            if error is not None:
+                handle.error = EngineError(error)
+                self._command(functools.partial(self._abort, handle))
+                return True
+            self._held.remove(request_id)
             handle.requests[0].offer = offer
             self._command(functools.partial(self._admit, handle))
             return True
@@ -360,6 +367,8 @@ class Engine:
         """Make text of new tokens, end what a stop string ends, and pass everything on."""
         for update in updates:
             sequence_id = update.request.request_id
+            if sequence_id not in self._live:
+                continue  # another completion of the request has ended it
             handle, index = self._live[sequence_id]
             stream = handle.streams[index]
             text = ""

@@ -125,6 +125,7 @@ class RequestHandle:
             time=now,
             metrics=moments if finished else None,
             error=self.error,
+            kv_transfer_params=self.output.kv_transfer_params if finished else None,
         )
 
     def deliver(self, delta: OutputDelta) -> bool:

@@ -24,7 +24,7 @@ from glmjax.errors import RequestError
 from glmjax.serving import asgi, protocol, replies
 from glmjax.serving.asgi import ApiError
 from glmjax.serving.chat import ChatTemplate, check_tools, opens_reasoning
-from glmjax.serving.engine import Engine
+from glmjax.serving.disaggregated import AnyEngine
 from glmjax.serving.metrics import CONTENT_TYPE, Metrics
 from glmjax.serving.parsers import Parser, keeps_tags
 from glmjax.serving.stream import Generation, Mailbox
@@ -60,7 +60,7 @@ class HttpOptions:
 
 
 def build_app(
-    engine: Engine,
+    engine: AnyEngine,
     tokenizer: Tokenizer,
     options: HttpOptions,
     template: ChatTemplate | None = None,
@@ -100,7 +100,7 @@ def build_app(
 class _Api:
     """The endpoints."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, options: HttpOptions, template: ChatTemplate) -> None:
+    def __init__(self, engine: AnyEngine, tokenizer: Tokenizer, options: HttpOptions, template: ChatTemplate) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._options = options

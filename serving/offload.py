@@ -72,6 +72,7 @@ class Offloading:
         self._leaving: list[Leaving] = []
         self._copying: set[int] = set()  # leased here too
         self._loads: list[Move] = []
+        self._is_waited_for = False  # a request could start if others let go of pages
         self._leases = itertools.count(1)
 
     @property
@@ -86,7 +87,8 @@ class Offloading:
     @property
     def will_free_pages(self) -> bool:
         """Whether copies under way free pages by themselves, without anybody's preemption."""
-        return self.residency.pending > 0 and (self.region_pages > 0 or bool(self._leaving))
+        unwanted = bool(self._leaving) or not all(map(self.residency.is_pinned, self._copying))
+        return self.residency.pending > 0 and (self.region_pages > 0 or unwanted)
 
     def gauges(self) -> dict[str, int]:
         return {
@@ -119,7 +121,8 @@ class Offloading:
             return first_blocks + self._pages_to_keep(hit) <= residency.free_pages
         steady = sum(map(self.steady_pages, running)) + self.steady_pages(num_blocks)
         at_once = first_blocks + (self.region_pages if hit else 0)
-        return steady + first_blocks <= residency.num_pages and at_once <= residency.free_pages
+        self._is_waited_for = at_once > residency.free_pages
+        return steady + first_blocks <= residency.num_pages and not self._is_waited_for
 
     def started(self, request: Request, hit: Sequence[int], first_blocks: int) -> None:
         """The request has its blocks, of which ``hit`` came from the prefix cache; the rest as in ``can_start``."""
@@ -131,7 +134,7 @@ class Offloading:
             residency.pin(hit)
             self._loads += (Move(*pair) for pair in residency.load(away))
             held.pinned = dict.fromkeys(hit)
-        elif residency.num_unpinned(hit) + self.region_pages <= room:
+        elif not hit or residency.num_unpinned(hit) + self.region_pages <= room:
             held.pinned = dict.fromkeys(block for block in hit if residency.is_resident(block))
             held.spilled = residency.pin(hit) > 0
         else:
@@ -146,7 +149,7 @@ class Offloading:
           single: it runs among the rows that decode, which read what is not in pages through a region.
         """
         held = self._held[request.request_id]
-        if held.spilled or self.residency.is_tight:
+        if held.spilled or self.residency.is_tight or self._is_waited_for:
             self._let_go(held)
         new = request.blocks[held.placed : num_blocks]
         needs_region = single and held.spilled and not held.region
@@ -234,6 +237,13 @@ class Offloading:
             self.residency.finish_write_back(move.block, ok=move not in failed)
             self.pool.release([move.block])
         self._settle({move.block for move in failed})
+        # Those that nobody has any more, and that a request has will be when it ends.
+        lost = (move.block for move in failed)
+        self.residency.forget([b for b in lost if not self.residency.is_pinned(b) and not self.residency.is_durable(b)])
+
+    def not_loaded(self, moves: Iterable[Move]) -> None:
+        """Pages that loads should have filled hold nothing, and the requests that wanted them have ended."""
+        self.residency.evict([move.block for move in moves])
 
     def clear(self) -> None:
         """The device's pool is gone, and no request is left: give back every lease."""

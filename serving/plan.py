@@ -149,12 +149,13 @@ class Results:
 
     Attributes:
       sampled: new tokens by request id.
-      failed: write-backs of the plan whose copy is not there.
+      failed: write-backs of the plan whose copy is not there; failed_loads: loads likewise.
       errors: by request id, why a chunk's result cannot be trusted.
     """
 
     sampled: Mapping[str, Sampled]
     failed: tuple[Move, ...] = ()
+    failed_loads: tuple[Move, ...] = ()
     errors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -15,6 +15,7 @@ Only the scheduler changes a ``Request``.  A prompt with ``n`` completions is ``
 import dataclasses
 import enum
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from glmjax.serving.plan import TokenLogprobs
 from glmjax.serving.transfer.interface import Offer
@@ -171,6 +172,7 @@ class OutputDelta:
       finished: every completion of the request is done; ``metrics`` is set.
       time: when this was made, on the monotonic clock.
       error: the engine failed and the completion ends here.
+      kv_transfer_params: with the last delta, where another engine can fetch the prompt's KV, if that was asked for.
     """
 
     request_id: str
@@ -186,3 +188,4 @@ class OutputDelta:
     time: float
     metrics: RequestMetrics | None = None
     error: Exception | None = None
+    kv_transfer_params: dict[str, Any] | None = None

@@ -77,6 +77,10 @@ class Residency:
         """Whether it has a page."""
         return bool(self._page_of[block] != NO_PAGE)
 
+    def is_pinned(self, block: int) -> bool:
+        """Whether a running request wants its page to stay."""
+        return self._pins[block] > 0
+
     def is_durable(self, block: int) -> bool:
         """Whether its host copy is complete."""
         return self._durable[block]
@@ -189,6 +193,13 @@ class Residency:
             self._unpinned.pop(block, None)
             self._durable[block] = False
             if self.is_resident(block):
+                self._free.append(self._drop_page(block))
+
+    def evict(self, blocks: Sequence[int]) -> None:
+        """Take the pages of unpinned blocks: they are on the host only.  Others are passed over."""
+        for block in blocks:
+            if block in self._unpinned:
+                del self._unpinned[block]
                 self._free.append(self._drop_page(block))
 
     def lease_region(self) -> tuple[int, ...]:

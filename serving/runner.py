@@ -7,15 +7,19 @@ needs.
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from glmjax.programs import Programs
 from glmjax.serving.exchange import Exchange, Leaving
 from glmjax.serving.plan import Chunk, Move, Plan, Results, Sampled, TokenLogprobs
 from glmjax.step_io import MAX_BANNED, StepInputs, StepOutputs
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +28,12 @@ class Started:
 
     Attributes:
       rectangles: for each, the ranks' chunks, rows of a rank, packed outputs.
-      copied: arrays that are there once its write-backs are.
+      copied: write-backs, and an array that is there once they are.
       leaving: blocks on their way to the stage.
     """
 
     rectangles: Sequence[tuple[tuple[Sequence[Chunk], ...], int, Any]]
-    copied: Sequence[Any] = ()
+    copied: Sequence[tuple[Sequence[Move], Any]] = ()
     leaving: Sequence[Leaving] = ()
 
 
@@ -86,12 +90,17 @@ class ProgramRunner:
             for rank, batch in enumerate(batches):
                 places = enumerate(batch, rank * rows)
                 sampled |= {c.request_id: read_row(host, row, c) for row, c in places if c.samples}
-        for copied in started.copied:
-            copied.block_until_ready()
+        failed: list[Move] = []
+        for moves, copied in started.copied:
+            try:
+                copied.block_until_ready()
+            except jax.errors.JaxRuntimeError:
+                log.exception("a copy of %d KV pages to the host failed", len(moves))
+                failed += moves
         if started.leaving:
             assert self._exchange is not None
             self._exchange.arrive(started.leaving)
-        return Results(sampled)
+        return Results(sampled, tuple(failed))
 
     def stats(self) -> dict[str, int]:
         """``compilations``: programs compiled, all before serving; ``program_runs``: rectangles run.
@@ -119,24 +128,30 @@ class ProgramRunner:
         if moves:
             assert self._programs.transfers is not None and self._host is not None
             self._cache = self._programs.transfers.load(self._cache, self._host, self._by_rank(moves))
-            self._loaded += len(moves) * self._programs.block_size * self._host.shape[0] * self._programs.layout.dcp
+            self._loaded += len(moves) * self._rows_of_block * self._host.shape[0]
 
-    def _write_back(self, moves: Sequence[Move]) -> list[Any]:
+    def _write_back(self, moves: Sequence[Move]) -> list[tuple[Sequence[Move], Any]]:
         if not moves:
             return []
         assert self._programs.transfers is not None and self._host is not None
-        self._host, copied = self._programs.transfers.write_back(self._cache, self._host, self._by_rank(moves))
-        return copied
+        most, batches = self._programs.transfers.most, []
+        for first in range(0, len(moves), most):
+            batch = moves[first : first + most]
+            self._host, copied = self._programs.transfers.write_back(self._cache, self._host, self._by_rank(batch))
+            batches.append((batch, copied))
+        return batches
 
     def _rows_away(self, chunk: Chunk, page_of: np.ndarray) -> int:
         """Rows over all layers that a staged chunk takes from the host."""
         known = -(-chunk.start // (self._programs.block_size * self._programs.layout.dcp))
         away = int((page_of[list(chunk.blocks[:known])] < 0).sum())
-        return away * self._programs.block_size * self._programs.layout.dcp * self._host_layers
+        return away * self._rows_of_block * self._programs.staged_layers
 
     @property
-    def _host_layers(self) -> int:
-        return 0 if self._host is None else self._host.shape[0]
+    def _rows_of_block(self) -> int:
+        """Of a layer, on all devices of a data-parallel rank: those with the same KV bring rows in for themselves."""
+        layout = self._programs.layout
+        return self._programs.block_size * layout.num_devices // layout.dp
 
 
 def rectangles(chunks: Sequence[Sequence[Chunk]], rows: int) -> Iterator[tuple[Sequence[Chunk], ...]]:

@@ -57,6 +57,11 @@ class Scheduler:
         self.free_slots = list(range(config.max_num_seqs))
 
     @property
+    def ranks(self) -> tuple["Scheduler"]:
+        """As several data-parallel ones have it: itself."""
+        return (self,)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.requests) or any(part.has_work for part in (self.offload, self.handoff) if part is not None)
 
@@ -87,27 +92,20 @@ class Scheduler:
             self.offload.reset_prefix_cache(r.blocks for r in self.running)
 
     @property
-    def max_blocks(self) -> int:
-        """Blocks that one request can hold."""
-        config = self.config
-        keeps_pages = config.num_pages is not None and not config.region_pages
-        return min(config.num_blocks, config.num_pages or 1) if keeps_pages else config.num_blocks
-
-    @property
     def max_sequence_tokens(self) -> int:
         """Longest prompt with output that context limit and pool allow."""
         config = self.config
-        return min(config.max_model_len, self.max_blocks * config.block_size + 1)
+        return min(config.max_model_len, config.max_blocks * config.block_size + 1)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int) -> None:
         """Raise unless such a request could run alone.  Reads only the configuration."""
         blocks = self.pool.blocks_for(num_prompt_tokens + max_tokens - 1)
-        if blocks > self.max_blocks:
+        if blocks > self.config.max_blocks:
             size = "hisparse_host_gib" if self.config.region_pages else "num_device_blocks"
             raise RequestError(
                 f"a prompt of {num_prompt_tokens} tokens with max_tokens={max_tokens} needs "
                 f"{blocks} KV blocks of {self.config.block_size} tokens, and the pool has "
-                f"{self.max_blocks}; lower max_tokens or raise {size}",
+                f"{self.config.max_blocks}; lower max_tokens or raise {size}",
                 "max_tokens" if num_prompt_tokens < self.max_sequence_tokens else "prompt",
             )
 
@@ -149,6 +147,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         preemptions = self.num_preemptions
         chunks: list[Chunk] = []
+        planned: set[str] = set()  # their chunks go by the pages and blocks that they have
 
         place = 0
         while budget > 0 and place < len(self.running):
@@ -159,10 +158,11 @@ class Scheduler:
             size = self._chunk_size(request, budget)
             if size == 0:
                 budget = 0  # what is left is not for those behind it
-            elif not self._grow(request, self._reach(request, size)) or not self._place(request, size):
+            elif not self._grow(request, self._reach(request, size)) or not self._place(request, size, planned):
                 budget = 0
             else:
                 chunks.append(self._chunk(request, size))
+                planned.add(request.request_id)
                 budget -= size
 
         if self.num_preemptions == preemptions:
@@ -172,9 +172,10 @@ class Scheduler:
                 if self.handoff is not None and self.handoff.is_arriving(request):
                     continue
                 size = self._chunk_size(request, budget)
-                if not self._place(request, size):
+                if not self._place(request, size, planned):
                     break
                 chunks.append(self._chunk(request, size))
+                planned.add(request.request_id)
                 budget -= size
         sends, receives = ((), ()) if self.handoff is None else self.handoff.planned()
         if self.offload is None:
@@ -231,14 +232,18 @@ class Scheduler:
             self.offers |= self.handoff.copied(plan.sends, plan.receives)
         if self.offload is not None:
             self.offload.copied(plan.write_backs, results.failed)
-            lost = {move.block for move in results.failed}
-            if lost:
-                why = "a copy of its KV rows to the host failed"
-                errors |= {r.request_id: why for r in self.running if not lost.isdisjoint(r.blocks)}
+            for moves, where in ((results.failed, "to"), (results.failed_loads, "from")):
+                if lost := {move.block for move in moves}:
+                    why = f"a copy of its KV rows {where} the host failed"
+                    errors |= {r.request_id: why for r in self.running if not lost.isdisjoint(r.blocks)}
+        admissions = {chunk.request_id: chunk.admission for chunk in plan.chunks}
         for request_id, why in errors.items():
-            if (request := self.requests.get(request_id)) is not None:
+            request = self.requests.get(request_id)
+            if request is not None and request.admission == admissions.get(request_id, request.admission):
                 self._retire(request, keep=False)
                 updates.append(Update(request, (), (), "abort", error=why))
+        if self.offload is not None:
+            self.offload.not_loaded(results.failed_loads)
         return updates
 
     def check(self) -> None:
@@ -277,14 +282,13 @@ class Scheduler:
         """Blocks for positions before ``end``, but none that it can never use."""
         return self.pool.blocks_for(min(end, self._horizon(request)))
 
-    def _place(self, request: Request, size: int) -> bool:
+    def _place(self, request: Request, size: int, planned: Collection[str]) -> bool:
         """With KV offload, get pages for its next chunk, at the cost of the last in order; False if it has to wait."""
         if self.offload is None:
             return True
         blocks, single = self._blocks_to_reach(request, self._reach(request, size)), request.continues or size == 1
         while not self.offload.prepared(request, blocks, single=single):
-            # Not those before it: their chunks are planned by the pages that they have.
-            behind = self.running[self.running.index(request) :]
+            behind = [r for r in self.running[self.running.index(request) :] if r.request_id not in planned]
             if self.offload.spill(reversed(behind)):
                 continue
             victim = behind[-1]
@@ -355,7 +359,8 @@ class Scheduler:
         if need + len(self.running) > self.pool.free_blocks - self.pool.num_idle(hit):
             return False
         chunk = min(budget, self.config.max_prefill_chunk or budget)
-        at_once = min(need, self.pool.blocks_for(chunk) + 1) if self.config.region_pages else need
+        drafts = self.config.num_speculative_tokens
+        at_once = min(need, self.pool.blocks_for(chunk + drafts) + 1) if self.config.region_pages else need
         if self.offload is not None:
             running = (self.pool.blocks_for(self._horizon(r)) for r in self.running)
             if not self.offload.can_start(running, hit, self.pool.blocks_for(self._horizon(request)), at_once):

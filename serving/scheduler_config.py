@@ -59,9 +59,16 @@ class SchedulerConfig:
             raise ConfigError(f"policy must be 'fcfs' or 'priority', got {self.policy!r}")
 
     @property
+    def max_blocks(self) -> int:
+        """Blocks that one request can hold."""
+        keeps_pages = self.num_pages is not None and not self.region_pages
+        return min(self.num_blocks, self.num_pages or 1) if keeps_pages else self.num_blocks
+
+    @property
     def least_pages(self) -> int:
         """Pages without which one request alone could not go on."""
         if not self.region_pages:
             return 1
-        longest = max(self.max_prefill_chunk or self.max_num_batched_tokens, 2 * self.num_speculative_tokens + 1)
+        drafts = self.num_speculative_tokens
+        longest = max((self.max_prefill_chunk or self.max_num_batched_tokens) + drafts, 2 * drafts + 1)
         return self.region_pages + -(-min(longest, self.max_model_len) // self.block_size) + 3

@@ -9,7 +9,8 @@ import collections
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from glmjax.serving.engine import Engine, EngineError
+from glmjax.serving.disaggregated import AnyEngine
+from glmjax.serving.handle import EngineError
 from glmjax.serving.request import OutputDelta
 from glmjax.types import SamplingParams
 
@@ -45,7 +46,7 @@ class Mailbox:
 class Generation:
     """The engine requests of one HTTP call.  Iterating gives (place of the prompt, delta)."""
 
-    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+    def __init__(self, engine: AnyEngine, mailbox: Mailbox) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._queue: asyncio.Queue[OutputDelta] = asyncio.Queue()

@@ -5,8 +5,8 @@ overlap. Needs JAX's CUDA plugin and ptxas, no GPU and no driver; the process ke
 programs on it are not touched.
 
 What such a compilation cannot know: nothing is autotuned, so XLA's own matmuls have default tiles and may hold the
-partial sums of a split contraction, and sorts do without CUB; the devices list no memory kinds, so an argument in
-``pinned_host`` counts as device memory (a ``jax.device_put`` to ``jax.memory.Space.Host`` in the program is honoured).
+partial sums of a split contraction, and sorts do without CUB. The devices list no memory kinds, so JAX drops the
+``pinned_host`` of a sharding over them: ``compile_for_h200(on_host=...)`` says it instead.
 """
 
 import warnings
@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
+from jaxlib.mlir import ir
 
 from glmjax.errors import ConfigError
 
@@ -26,15 +27,15 @@ OPTIONS: Mapping[str, bool | int | str] = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # The fields of a KV row travel together: of several collectives XLA lets only one at a time run beside the compute.
     "xla_gpu_all_gather_combine_threshold_bytes": 4 << 30,
-    # Per cent of the memory that the scheduler may fill, 80 % of the device less the arguments. Beyond it nothing
-    # overlaps, and 744B of FP8 weights on eight GPUs leave too little for a layer's gathered KV and the next one's.
+    # Per cent of the memory that the scheduler may fill, what there is less the arguments. Beyond it nothing overlaps,
+    # and 744B of FP8 weights on eight GPUs can leave too little for a layer's gathered KV and the next one's.
     "xla_gpu_memory_limit_slop_factor": 300,
 }
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one device, from XLA's buffer assignment."""
+    """Bytes for one device, from XLA's buffer assignment: in its own memory, or in the host's."""
 
     arguments: int
     outputs: int
@@ -52,11 +53,13 @@ class H200Program:
 
     Attributes:
       memory: what one device needs to run it.
+      host_memory: what it needs for that device in the host's pinned memory; not in ``memory``.
       hlo: the scheduled HLO of one device.
       executable: JAX's own object; ``serialize_executable`` gets the machine code out of it. It cannot be called.
     """
 
     memory: DeviceMemory
+    host_memory: DeviceMemory
     hlo: str = field(repr=False)
     executable: jax.stages.Compiled = field(repr=False)
 
@@ -89,6 +92,7 @@ def compile_for_h200(
     *arguments: Any,
     mesh: Mesh,
     donate: tuple[int, ...] = (),
+    on_host: tuple[int, ...] = (),
     options: Mapping[str, bool | int | str] | None = None,
 ) -> H200Program:
     """Compiles a function of arrays for the devices of ``mesh``.
@@ -98,6 +102,8 @@ def compile_for_h200(
       arguments: a pytree of ``jax.ShapeDtypeStruct`` for each argument, each with a ``NamedSharding`` over ``mesh``.
       mesh: over ``h200_devices``.
       donate: positions of the arguments whose memory the outputs may take.
+      on_host: positions of the arguments that are in pinned host memory; so the function finds them, in
+        ``jax.memory.Space.Host``.
       options: XLA compiler options on top of ``OPTIONS``.
 
     Raises:
@@ -105,21 +111,51 @@ def compile_for_h200(
       jax.errors.JaxRuntimeError: XLA refuses the program, or there is no ptxas.
     """
     _check(arguments, mesh)
+    host = jax.memory.Space.Host
+
+    def placed(*arguments: Any) -> Any:
+        return function(*(jax.device_put(x, host) if i in on_host else x for i, x in enumerate(arguments)))
+
+    jitted = (
+        jax.jit(placed, donate_argnums=donate, keep_unused=True)
+        if on_host
+        else jax.jit(function, donate_argnums=donate)
+    )
     # Pallas asks the abstract mesh which GPU it lowers for.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), warnings.catch_warnings():
         # JAX's persistent cache, where it is on, keeps these programs but cannot load them without a GPU.
         warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
-        lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+        lowered = jitted.lower(*arguments)
+        if on_host:
+            places = [i in on_host for i, x in enumerate(arguments) for _ in jax.tree.leaves(x)]
+            _put_on_host(lowered, places)
         compiled = lowered.compile(compiler_options={**OPTIONS, **(options or {})})
     sizes, hlo = compiled.memory_analysis(), compiled.as_text()
     assert sizes is not None and hlo is not None  # XLA's GPU compiler gives both
-    memory = DeviceMemory(
-        arguments=sizes.argument_size_in_bytes,
-        outputs=sizes.output_size_in_bytes,
-        temporaries=sizes.temp_size_in_bytes,
-        aliased=sizes.alias_size_in_bytes,
+    memory, host_memory = (
+        DeviceMemory(
+            arguments=getattr(sizes, f"{where}argument_size_in_bytes"),
+            outputs=getattr(sizes, f"{where}output_size_in_bytes"),
+            temporaries=getattr(sizes, f"{where}temp_size_in_bytes"),
+            aliased=getattr(sizes, f"{where}alias_size_in_bytes"),
+        )
+        for where in ("", "host_")
     )
-    return H200Program(memory, hlo, compiled)
+    return H200Program(memory, host_memory, hlo, compiled)
+
+
+def _put_on_host(lowered: jax.stages.Lowered, places: list[bool]) -> None:
+    """Marks arguments of a lowered program as JAX does where the devices do list their memory kinds."""
+    module: Any = lowered.compiler_ir()
+    with module.context:
+        (main,) = (op.operation for op in module.body if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+        kind = ir.StringAttr.get("pinned_host")
+        attributes = []
+        for old, there in zip(ir.ArrayAttr(main.attributes["arg_attrs"]), places, strict=True):
+            entries: Any = ir.DictAttr(old)
+            new = {x.name: x.attr for x in entries} | ({"mhlo.memory_kind": kind} if there else {})
+            attributes.append(ir.DictAttr.get(new))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
 
 
 def _check(arguments: tuple[Any, ...], mesh: Mesh) -> None:

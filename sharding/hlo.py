@@ -241,9 +241,13 @@ def overlapped(module: Module, collective: Collective) -> tuple[Instruction, ...
     Raises:
       ValueError: the module is not scheduled, so its order says nothing.
     """
+    return meanwhile(module, collective.start)
+
+
+def meanwhile(module: Module, start: Instruction | None) -> tuple[Instruction, ...]:
+    """What is issued between any -start and its -done; see ``overlapped``."""
     if not module.is_scheduled:
         raise ValueError(f"{module.name} is not scheduled; compile it to see what overlaps")
-    start = collective.start
     if start is None:
         return ()
     instructions = module.computations[start.computation]

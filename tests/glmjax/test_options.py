@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glmjax.errors import ConfigError
-from glmjax.options import RESERVED, EngineOptions, engine_options
+from glmjax.options import EngineOptions, engine_options
 from glmjax.sharding.layout import Layout
 
 FIELDS = [f.name for f in dataclasses.fields(EngineOptions)]
@@ -78,7 +78,7 @@ def test_text_that_is_no_layout_is_refused(value):
 
 
 @given(
-    st.sampled_from(sorted({*FIELDS} - {"layout"})),
+    st.sampled_from(sorted({*FIELDS} - {"layout", "prefill", "decode"})),
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just([]),
 )
 def test_any_value_is_taken_or_named(field, value):
@@ -96,10 +96,25 @@ def test_an_unknown_option_is_named_with_the_known_ones():
     assert all(field in str(caught.value) for field in FIELDS)
 
 
-@pytest.mark.parametrize("name", RESERVED)
-def test_a_reserved_option_may_be_off_and_says_what_it_will_be(name):
-    off, what = RESERVED[name]
-    assert engine_options(**{name: off}) == engine_options(**{name: None}) == EngineOptions()
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill": "dp=1"}, "prefill must be left at None without the other of prefill and decode"),
+        ({"decode": "dp=1"}, "decode must be left at None without the other of prefill and decode"),
+        ({"prefill": "dp=1", "decode": "dp=1", "layout": "tp=2"}, "layout must be left out where prefill and decode"),
+        ({"prefill": "dp=1", "decode": "dp=1", "hisparse_host_gib": 1}, "prefill must be left at None with KV rows in"),
+        ({"kv_offload": "host"}, "kv_offload must come with kv_offload_gib"),
+        ({"kv_offload_gib": 1}, "kv_offload_gib must be left at None without kv_offload='host', got 1"),
+        ({"kv_offload": "host", "kv_offload_gib": 1, "hisparse_host_gib": 1}, "asks for HiSparse: give one of them"),
+        ({"hisparse_buffer": 64}, "hisparse_buffer must be left at None without hisparse_host_gib, got 64"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(ConfigError) as caught:
-        engine_options(**{name: 3})
-    assert str(caught.value) == f"{name}=3: {what} is not available in this version; leave it at {off!r}"
+        engine_options(**options)
+    assert message in str(caught.value)
+
+
+def test_two_layouts_may_be_texts():
+    options = engine_options(prefill="pcp=2,dcp=2", decode="dp=2,ep=2")
+    assert (options.prefill, options.decode) == (Layout(pcp=2, dcp=2), Layout(dp=2, ep=2))

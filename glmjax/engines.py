@@ -1,0 +1,204 @@
+"""Engines from options: pools are sized, programs compiled and joined with a scheduler; and two of them as one."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from glmjax.checkpoint import load_checkpoint
+from glmjax.config import GLMConfig
+from glmjax.errors import ConfigError
+from glmjax.options import EngineOptions
+from glmjax.pool_sizes import PoolSizes, pool_sizes
+from glmjax.programs import Programs, drafts_by_rows, step_shapes, with_contexts
+from glmjax.serving.clock import Clock
+from glmjax.serving.data_parallel import DataParallelScheduler
+from glmjax.serving.disaggregated import DisaggregatedEngine
+from glmjax.serving.engine import Engine
+from glmjax.serving.exchange import Exchange
+from glmjax.serving.handoff import Collector, Handoff
+from glmjax.serving.runner import ProgramRunner
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
+from glmjax.serving.tokenizer import Tokenizer
+from glmjax.serving.transfer.factory import make_connector
+from glmjax.serving.transfer.job import Settings
+from glmjax.serving.transfer.local import Hub
+from glmjax.serving.transfer.memory import describe
+from glmjax.sharding.layout import Layout
+from glmjax.sharding.partition import param_specs
+from glmjax.sharding.relayout import KVSharding
+from glmjax.step_io import MAX_BANNED
+
+STAGED_REQUESTS = 2  # of the longest, which the stage for handing requests over holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Peers:
+    """How an engine is known to others, and finds them.
+
+    Attributes:
+      engine_id: unique to it.
+      hub: where the engines of this process find each other.
+      checkpoint: tells apart models of one shape.
+    """
+
+    engine_id: str
+    hub: Hub
+    checkpoint: str = ""
+
+
+def build_engine(
+    config: GLMConfig,
+    params: Any,
+    tokenizer: Tokenizer | None,
+    options: EngineOptions,
+    eos_ids: Sequence[int],
+    *,
+    mesh: jax.sharding.Mesh | None = None,
+    peers: Peers | None = None,
+) -> Engine:
+    """Compiles the programs for these options and joins them with a scheduler.
+
+    Args:
+      mesh: of the layout, where ``params`` are; None: the first devices.
+      peers: hands requests over to other engines, or takes them.
+    """
+    sizes = pool_sizes(config, options)
+    layout, max_model_len = options.layout, sizes.max_model_len
+    max_chunk = min(options.max_num_batched_tokens, max_model_len)
+    table_width = -(-max_model_len // sizes.block_size)
+    drafting = options.drafting
+    shapes = step_shapes(options.max_num_seqs, max_chunk, drafts_by_rows(config, params, drafting, layout))
+    shapes = with_contexts(shapes, table_width, layout, options.dcp_prefill)
+    limits = SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=sizes.block_size,
+        num_blocks=sizes.num_blocks,
+        enable_prefix_caching=options.enable_prefix_caching,
+        policy=options.policy,
+        num_speculative_tokens=drafting.num_drafts,
+        num_pages=None if sizes.offload is None else sizes.offload.num_pages,
+        region_pages=0 if sizes.offload is None else sizes.offload.region_pages,
+    )
+    with progress_bar("Compiling") as progress:
+        task = progress.add_task("Compiling", total=len(shapes))
+        programs = Programs(
+            config,
+            params,
+            num_blocks=sizes.num_blocks,
+            block_size=options.block_size,
+            table_width=table_width,
+            cache_dtype=options.cache_dtype,
+            shapes=shapes,
+            num_slots=options.max_num_seqs,
+            speculation=drafting,
+            offload=sizes.offload,
+            layout=layout,
+            mesh=mesh,
+            prefill=options.dcp_prefill,
+            combine=options.dcp_comm_backend,
+            dispatch=options.ep_dispatch,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    exchange, handoffs = None, None
+    if peers is not None:
+        exchange, handoffs = _handoffs(config, programs, options, sizes, peers)
+    scheduler: Scheduler | DataParallelScheduler
+    if layout.dp == 1:
+        scheduler = Scheduler(limits, eos_ids, handoffs[0] if handoffs else None)
+    else:
+        scheduler = DataParallelScheduler(limits, layout.dp, eos_ids, handoffs)
+    raw = tokenizer.raw if tokenizer else None
+    runner = ProgramRunner(programs, exchange)
+    return Engine(
+        scheduler,
+        runner,
+        raw,
+        Clock(),
+        vocab_size=config.vocab_size,
+        max_banned_ids=MAX_BANNED,
+        seed=options.seed,
+    )
+
+
+def _handoffs(
+    config: GLMConfig, programs: Programs, options: EngineOptions, sizes: PoolSizes, peers: Peers
+) -> tuple[Exchange, list[Handoff]]:
+    """What it takes to hand requests over, for each data-parallel rank."""
+    layout = programs.layout
+    stage_blocks = STAGED_REQUESTS * programs.table_width
+    exchange = Exchange(programs, stage_blocks)
+    info = describe(
+        config,
+        exchange.memory,
+        KVSharding(layout.dcp, layout.interleave, options.block_size),
+        engine_id=peers.engine_id,
+        connector="local",
+        kv_cache_dtype=options.cache_dtype,
+        speculation=options.num_speculative_tokens > 0,
+        dp=layout.dp,
+        checkpoint=peers.checkpoint,
+    )
+    connector = make_connector(info, exchange.memory, Clock(), Settings(), peers.hub)
+    collector, policy = Collector(connector, layout.dp), options.kv_load_failure_policy
+    return exchange, [Handoff(collector, stage_blocks, sizes.block_size, g, policy) for g in range(layout.dp)]
+
+
+def build_pair(
+    path: Path, tokenizer: Tokenizer | None, options: EngineOptions, eos_ids: Sequence[int]
+) -> tuple[GLMConfig, DisaggregatedEngine]:
+    """A prefill and a decode engine in this process, the first on the first devices, the second on those after.
+
+    Raises:
+      ConfigError: there are too few devices for both.
+    """
+    prefill, decode = options.prefill, options.decode
+    assert prefill is not None and decode is not None
+    devices, need = jax.devices(), prefill.num_devices + decode.num_devices
+    shared = len(devices) == 1 == prefill.num_devices == decode.num_devices
+    if len(devices) < need and not shared:
+        raise ConfigError(
+            f"prefill={prefill} and decode={decode} need {need} devices, this process sees {len(devices)}: on a CPU "
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={need} or jax_num_cpu_devices={need}"
+        )
+    hub: Hub = {}
+    engines, config = [], None
+    loaded = None
+    for name, layout, first in (("prefill", prefill, 0), ("decode", decode, prefill.num_devices)):
+        mesh = None if shared else layout.mesh(devices[first:])
+        if loaded is None or not shared:
+            loaded = _load(path, options, layout, mesh)
+        config, params = loaded
+        own = dataclasses.replace(options, layout=layout, prefill=None, decode=None)
+        peers = Peers(f"{name}-{id(hub):x}", hub, str(path.resolve()))
+        engines.append(build_engine(config, params, tokenizer, own, eos_ids, mesh=mesh, peers=peers))
+    assert config is not None
+    first_engine, second_engine = engines
+    policy = options.kv_load_failure_policy
+    return config, DisaggregatedEngine(first_engine, second_engine, options.min_prefill_tokens, policy)
+
+
+def _load(path: Path, options: EngineOptions, layout: Layout, mesh: jax.sharding.Mesh | None) -> tuple[GLMConfig, Any]:
+    mtp = options.num_speculative_tokens > 0
+    if mesh is None:
+        return load_checkpoint(path, options.dtype, layout, mtp=mtp)
+
+    def place(abstract: Any) -> Any:
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(layout, abstract))
+
+    return load_checkpoint(path, options.dtype, shardings=place, mtp=mtp)
+
+
+def progress_bar(title: str, show: bool = True) -> Progress:
+    """A bar on standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not (show and console.is_terminal))
