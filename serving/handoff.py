@@ -87,8 +87,10 @@ class Handoff:
         return bool(self._arriving or self._draining) and not (self._sends or self._receives)
 
     def gauges(self) -> dict[str, int]:
+        """The connector's are those of all ranks, and the first says them."""
+        of_all = self.connector.stats() if self._group == 0 else {}
         return {
-            **{f"kv_transfer_{name}": value for name, value in self.connector.stats().items()},
+            **{f"kv_transfer_{name}": value for name, value in of_all.items()},
             "kv_transfer_recomputed": self.num_recomputed,
             "kv_transfer_stage_free": len(self._free),
         }

@@ -1,0 +1,110 @@
+"""Requests handed over between engines with real programs: the tokens are those of one engine."""
+
+import drafting_model
+import numpy as np
+import pytest
+from drafting_model import BLOCK, CONFIG, answers, make_programs
+from hisparse_engine import greedy
+
+from glmjax.handoff import read_blocks, write_blocks
+from glmjax.serving.clock import Clock
+from glmjax.serving.data_parallel import DataParallelScheduler
+from glmjax.serving.disaggregated import DisaggregatedEngine
+from glmjax.serving.engine import Engine
+from glmjax.serving.exchange import Exchange
+from glmjax.serving.handoff import Collector, Handoff
+from glmjax.serving.runner import ProgramRunner
+from glmjax.serving.scheduler import Scheduler
+from glmjax.serving.scheduler_config import SchedulerConfig
+from glmjax.serving.transfer.factory import make_connector
+from glmjax.serving.transfer.job import Settings
+from glmjax.serving.transfer.memory import describe
+from glmjax.sharding.relayout import KVSharding
+
+STAGE = 48
+
+
+def make_engine(num_drafts, layout, name, hub, connector="local"):
+    programs = make_programs(num_drafts, layout, rows=4)
+    where = programs.layout
+    exchange = Exchange(programs, STAGE)
+    info = describe(
+        CONFIG,
+        exchange.memory,
+        KVSharding(where.dcp, where.interleave, BLOCK),
+        engine_id=name,
+        connector=connector,
+        kv_cache_dtype="float32",
+        speculation=num_drafts > 0,
+        dp=where.dp,
+    )
+    collector = Collector(make_connector(info, exchange.memory, Clock(), Settings(), hub), where.dp)
+    handoffs = [Handoff(collector, STAGE, BLOCK * where.dcp, group) for group in range(where.dp)]
+    config = SchedulerConfig(
+        max_num_seqs=4,
+        max_num_batched_tokens=drafting_model.BUDGET,
+        max_prefill_chunk=drafting_model.CHUNK,
+        max_model_len=drafting_model.MAX_LEN,
+        block_size=BLOCK * where.dcp,
+        num_blocks=programs.num_blocks,
+        num_speculative_tokens=num_drafts,
+    )
+    ranks = where.dp
+    one = Scheduler(config, (0,), handoffs[0]) if ranks == 1 else DataParallelScheduler(config, ranks, (0,), handoffs)
+    return Engine(one, ProgramRunner(programs, exchange), None, Clock(), vocab_size=CONFIG.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "prefill", "decode"),
+    [(0, "dp=1", "dp=1"), (3, "pcp=2,dcp=2", "dp=2,ep=2"), (0, "tp=2,dcp=2,interleave=4", "pcp=2,dcp=2")],
+)
+def test_tokens_are_those_of_one_engine(num_drafts, prefill, decode):
+    prompts = drafting_model.prompts(8, 60, seed=2)
+    prompts += [[*prompts[0][:30], 5, 6, 7]]  # a prefix that both sides know by then
+    hub = {}
+    pair = DisaggregatedEngine(
+        make_engine(num_drafts, prefill, "prefill", hub), make_engine(num_drafts, decode, "decode", hub)
+    )
+    expected = answers(drafting_model.engine(0, rows=4), prompts, greedy(14))
+    handles = [pair.submit(prompt, greedy(14)) for prompt in prompts[:-1]]
+    while not all(handle.finished for handle in handles):
+        pair.step()
+    handles.append(pair.submit(prompts[-1], greedy(14)))
+    while pair.has_work:
+        pair.step()
+        pair.prefill.scheduler.check()
+        pair.decode.scheduler.check()
+    assert [tuple(h.result(timeout=0).outputs[0].token_ids) for h in handles] == expected
+    stats = pair.stats()
+    assert stats["kv_transfer_recomputed"] == 0 and stats["prefill_generation_tokens"] == len(prompts)
+    layers, indexers = CONFIG.num_hidden_layers + (num_drafts > 0), CONFIG.num_full_indexers + (num_drafts > 0)
+    per_token = 4 * (layers * (CONFIG.kv_lora_rank + CONFIG.qk_rope_head_dim) + indexers * CONFIG.index_head_dim)
+    cached = stats["cached_tokens"]
+    missing = sum(len(prompt) - 1 for prompt in prompts) - cached
+    assert stats["kv_transfer_bytes_fetched"] == missing * per_token
+    if num_drafts:
+        assert stats["num_accepted_tokens"] > 0
+    pair.close()
+
+
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "bfloat16", "float32"])
+def test_blocks_come_back_byte_for_byte(dtype):
+    import jax
+    import jax.numpy as jnp
+
+    from glmjax.cache import make_cache
+
+    def noise(x):
+        return jnp.asarray(rng.integers(0, 256, (*x.shape, x.dtype.itemsize)), jnp.uint8).view(x.dtype)[..., 0]
+
+    rng = np.random.default_rng(0)
+    cache = jax.tree.map(noise, make_cache(CONFIG, 4, BLOCK, dtype, mtp=True))
+    other = make_cache(CONFIG, 4, BLOCK, dtype, mtp=True)
+    mla, index = read_blocks(cache, jnp.asarray([2, 0]), BLOCK)
+    other = write_blocks(other, jnp.asarray([1, 3]), mla, index, BLOCK)
+    again = read_blocks(other, jnp.asarray([1, 3]), BLOCK)
+    assert np.array_equal(mla, again[0]) and np.array_equal(index, again[1])
+    if dtype == "fp8_ds_mla":
+        tiles = -(-CONFIG.kv_lora_rank // 128)
+        assert mla.shape[3] == CONFIG.kv_lora_rank + 4 * tiles + 2 * CONFIG.qk_rope_head_dim
+        assert index.shape[3] == CONFIG.index_head_dim + 4
