@@ -53,7 +53,7 @@ def pool_sizes(config: GLMConfig, options: EngineOptions) -> PoolSizes:
         )
     if options.host_gib is not None:
         return _with_host_pool(config, options, options.host_gib, longest)
-    num_blocks = _device_blocks(config, options, longest)
+    num_blocks = device_blocks(config, options, longest)
     block_size = options.block_size * options.layout.dcp
     room = num_blocks * block_size
     if options.max_model_len is None:
@@ -66,7 +66,7 @@ def pool_sizes(config: GLMConfig, options: EngineOptions) -> PoolSizes:
     return PoolSizes(num_blocks, block_size, longest)
 
 
-def _device_blocks(config: GLMConfig, options: EngineOptions, longest: int) -> int:
+def device_blocks(config: GLMConfig, options: EngineOptions, longest: int) -> int:
     """Blocks of a device's pool that holds all rows, but no more than the sequences can use.
 
     Where there are several processes, what the fullest of them can hold.

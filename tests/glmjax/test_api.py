@@ -1,7 +1,6 @@
 """``LLM``: every form of prompt and parameter, what comes out, and what is refused."""
 
 import json
-import math
 import shutil
 
 import jax
@@ -9,16 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_model
-from hypothesis import given
-from hypothesis import strategies as st
 from small_model import BLOCK, CONFIG, ENDS, MAX_LEN, NUM_BLOCKS, OPTIONS, TOKENIZER
 
 import glmjax
 from glmjax import SamplingParams
-from glmjax.api import GIB, LLM, find_model, pool_blocks
+from glmjax.api import LLM, find_model
 from glmjax.cache import abstract_cache
 from glmjax.errors import CheckpointError, ConfigError, RequestError
-from glmjax.options import engine_options
 from glmjax.params import num_bytes
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.engine import EngineError
@@ -392,7 +388,7 @@ def test_close_frees_the_pool_and_ends_the_use(folder):
     [
         ({"max_seqs": 3}, "unknown option 'max_seqs'.*max_num_seqs"),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens=3 needs an MTP layer, and .* has none.*leave it at 0"),
-        ({"hisparse_host_gib": 3}, "hisparse_host_gib=3.*leave it at None"),
+        ({"hisparse_host_gib": 1e-6}, "a host pool of 1e-06 GiB has 0 blocks of 64 tokens.*raise hisparse_host_gib"),
         ({"dtype": "float16"}, "dtype must be one of 'bfloat16', 'float32', got 'float16'"),
         ({"max_model_len": 513}, "max_model_len=513 is more than the model's 512 positions"),
         (
@@ -449,32 +445,6 @@ def test_a_checkpoint_without_tokenizer_takes_ids_only(folder, tmp_path):
 # Sizes and names.
 
 
-@given(
-    gib=st.none() | st.floats(1e-6, 0.1),
-    max_num_seqs=st.integers(1, 64),
-    block_size=st.sampled_from([1, 8, 64]),
-    max_model_len=st.integers(2, 512),
-    cache_dtype=st.sampled_from(["float32", "bfloat16"]),
-)
-def test_the_pool_is_as_large_as_memory_allows_and_sequences_need(
-    gib, max_num_seqs, block_size, max_model_len, cache_dtype
-):
-    options = engine_options(
-        kv_cache_gib=gib, max_num_seqs=max_num_seqs, block_size=block_size, kv_cache_dtype=cache_dtype
-    )
-    blocks = pool_blocks(CONFIG, options, max_model_len)
-    enough = max_num_seqs * math.ceil(max_model_len / block_size)
-    one = num_bytes(abstract_cache(CONFIG, 0, block_size, cache_dtype))  # the spare block alone
-    assert 1 <= blocks <= enough
-    if gib is not None:
-        assert blocks == 1 or blocks * one <= gib * GIB
-        assert blocks == enough or (blocks + 1) * one > gib * GIB
-
-
-def test_num_device_blocks_is_taken_as_told():
-    assert pool_blocks(CONFIG, engine_options(num_device_blocks=7, kv_cache_gib=1e-9), 512) == 7
-
-
 def test_the_demo_is_built_once_in_the_cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GLMJAX_CACHE", str(tmp_path / "cache"))
     folder = find_model("demo")
@@ -501,3 +471,33 @@ def test_serving_from_several_processes_is_refused(monkeypatch, folder):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ConfigError, match="serve works in one process, and this is one of 2"):
         glmjax.serve(folder, port=0, block=False, **OPTIONS)
+
+
+# KV in host memory, and two engines.
+
+LONG = ["the quick brown fox " * 4, "jumps over the lazy dog " * 3, "again " * 12, "short"]
+
+
+def texts(folder, **options):
+    with LLM(folder, **{**FEW, **options}) as llm:
+        outs = llm.generate(LONG, greedy(10))
+        return [out.outputs[0].token_ids for out in outs], llm.stats()
+
+
+def test_hisparse_changes_no_token(folder):
+    expected, _ = texts(folder)
+    got, stats = texts(folder, hisparse_host_gib=0.001, num_device_blocks=22, hisparse_buffer=CONFIG.index_topk)
+    assert got == expected
+    assert stats["total_blocks"] > 22 == stats["hisparse_total_pages"]
+
+
+def test_two_engines_give_the_tokens_of_one(folder):
+    expected, _ = texts(folder)
+    got, stats = texts(folder, prefill="dp=1", decode="dp=1", min_prefill_tokens=16)
+    assert got == expected
+    assert stats["kv_transfer_fetches_done"] == 3 and stats["prefill_prompt_tokens"] > 0
+
+
+def test_two_engines_need_devices_of_their_own(folder):
+    with pytest.raises(ConfigError, match="need 1024 devices, this process sees"):
+        LLM(folder, **FEW, prefill="dp=512", decode="dp=512")

@@ -17,8 +17,8 @@ from glmjax.blockfp8 import quantize_fp8
 from glmjax.errors import ConfigError
 from glmjax.params import random_params
 from glmjax.programs import Programs, drafts_by_rows, step_shapes
+from glmjax.serving.draft_counts import ACCEPTED_AT
 from glmjax.serving.runner import ProgramRunner
-from glmjax.serving.scheduler import ACCEPTED_AT
 from glmjax.sharding.cp import local_slots
 from glmjax.sharding.layout import Layout
 from glmjax.speculation import Speculation

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import glmjax.tiers
 from glmjax.programs import Programs
+from glmjax.serving.handle import EngineError
 from glmjax.step_io import StepShape
 
 NEW = 14
@@ -129,6 +130,37 @@ def test_any_schedule_gives_the_tokens_of_an_engine_without_tiers(
         got = tuple(handles[i].result(timeout=0).outputs[0].token_ids)
         assert got == (wanted[i] if one["aborted"] is None else wanted[i][: len(got)])
     check_returned(tiered)
+
+
+class Broken:
+    """What came of a program that failed."""
+
+    def block_until_ready(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the copy failed")
+
+
+def test_a_copy_that_fails_ends_its_request_alone(expected):
+    tiered = engine(0, num_pages=least_pages(0) + 30)
+    doomed, fine = tiered.submit(prompt(60, seed=11), greedy(NEW)), tiered.submit(prompt(41, seed=11), greedy(NEW))
+    write_back = tiered.runner._write_back
+
+    def failing(moves):
+        mine = set(doomed.requests[0].blocks)
+        return [(m, Broken() if mine & {move.block for move in m} else done) for m, done in write_back(moves)]
+
+    tiered.runner._write_back = failing
+    while tiered.has_work:
+        tiered.step()
+        tiered.scheduler.check()
+    with pytest.raises(EngineError, match="a copy of its KV rows to the host failed"):
+        doomed.result(timeout=0)
+    if fine.error is None:  # it may have shared a batch of copies
+        assert [tuple(fine.result(timeout=0).outputs[0].token_ids)] == expected([prompt(41, seed=11)], [NEW])
+    assert tiered.healthy
+    check_returned(tiered)
+    after = prompt(30, seed=12)
+    tiered.runner._write_back = write_back
+    assert answers(tiered, [after], greedy(NEW)) == expected([after], [NEW])
 
 
 def test_plain_offload_brings_blocks_of_the_prefix_back(expected):
