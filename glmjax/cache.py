@@ -20,8 +20,9 @@ from glmjax import codec
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.kernels import kv_rows
+from glmjax.kernels.choose import choose
 from glmjax.kernels.kv_insert import kv_insert
-from glmjax.kernels.row_fetch import row_fetch
+from glmjax.kernels.row_fetch import as_fields, row_fetch
 from glmjax.tiers import HotRows, Offload, abstract_hot_rows
 
 CacheDtype = Literal["fp8_ds_mla", "bfloat16", "float32"]
@@ -199,11 +200,29 @@ def store_packed(
     """Writes M of the packed rows [N, row_bytes] uint8, from ``first`` on, to slots [M] int32 of a layer; -1 drops."""
     fields = mla_fields(cache)
     size = cache.latent.shape[1]
+    new: dict[str, Any]
+    if choose("row_fetch", kernel="triton") == "jnp":
+        own = jax.lax.dynamic_slice_in_dim(rows, first, slots.shape[0])
+        found = as_fields([own], [pool[0] for pool in fields.values()])
+        new = {name: _put_rows(pool, layer, slots, x) for (name, pool), x in zip(fields.items(), found, strict=True)}
+        return dataclasses.replace(cache, **new)
     targets = jnp.where(slots >= 0, layer * size + slots, -1)
     flat = [x.reshape(-1, x.shape[-1]) for x in fields.values()]
     written = row_fetch(flat, rows, targets, first + jnp.arange(slots.shape[0], dtype=jnp.int32))
-    new: dict[str, Any] = {name: rows.reshape(x.shape) for (name, x), rows in zip(fields.items(), written, strict=True)}
+    new = {name: rows.reshape(x.shape) for (name, x), rows in zip(fields.items(), written, strict=True)}
     return dataclasses.replace(cache, **new)
+
+
+def _put_rows(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.Array) -> jax.Array:
+    """pool[layer, slots] = rows but for slots of -1, in place on a CPU: a pool in another shape would be a copy."""
+    (kept,) = jnp.nonzero(slots >= 0, size=slots.shape[0], fill_value=0)
+
+    def put(turn: jax.Array, pool: jax.Array) -> jax.Array:
+        i = kept[turn]
+        row = jax.lax.dynamic_slice_in_dim(rows, i, 1)[None]
+        return jax.lax.dynamic_update_slice(pool, row, (jnp.asarray(layer, jnp.int32), slots[i], jnp.int32(0)))
+
+    return jax.lax.fori_loop(0, jnp.sum(slots >= 0, dtype=jnp.int32), put, pool)
 
 
 def read_index_keys(

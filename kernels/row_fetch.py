@@ -70,21 +70,24 @@ def _as_tuple(rows: Rows) -> tuple[jax.Array, ...]:
 def _copy_rows(
     targets: tuple[jax.Array, ...], sources: tuple[jax.Array, ...], target_rows: jax.Array, source_rows: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """One row after the other, as slice updates: XLA's CPU scatter copies the pool."""
+    """One row after the other, as slice updates: XLA's CPU scatter copies the pool.
+
+    Only the pairs that are to be copied have a turn. One that left a row as it is would have to read it, and XLA then
+    writes the whole pool anew, row by row.
+    """
     keep = (source_rows >= 0) & (target_rows >= 0)
-    found = [x.at[jnp.where(keep, source_rows, 0)].get(mode="promise_in_bounds") for x in sources]
+    (kept,) = jnp.nonzero(keep, size=keep.shape[0], fill_value=0)
+    found = [x.at[jnp.maximum(source_rows, 0)].get(mode="promise_in_bounds") for x in sources]
     found = as_fields(found, targets)
-    places = jnp.where(keep, target_rows, 0)
 
-    def put(i: jax.Array, targets: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        written = []
-        for target, rows in zip(targets, found, strict=True):
-            old = jax.lax.dynamic_slice_in_dim(target, places[i], 1)
-            new = jnp.where(keep[i], jax.lax.dynamic_slice_in_dim(rows, i, 1), old)
-            written.append(jax.lax.dynamic_update_slice_in_dim(target, new, places[i], 0))
-        return tuple(written)
+    def put(turn: jax.Array, targets: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        i = kept[turn]
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(target, jax.lax.dynamic_slice_in_dim(rows, i, 1), target_rows[i], 0)
+            for target, rows in zip(targets, found, strict=True)
+        )
 
-    return jax.lax.fori_loop(0, target_rows.shape[0], put, targets)
+    return jax.lax.fori_loop(0, jnp.sum(keep, dtype=jnp.int32), put, targets)
 
 
 def as_fields(rows: Sequence[jax.Array], like: Sequence[jax.Array]) -> list[jax.Array]:

@@ -217,3 +217,14 @@ def test_bytes_counted_are_the_rows_that_were_copied(monkeypatch):
     stats = tiered.stats()
     assert stats["hisparse_cache_misses"] > 0
     assert stats["hisparse_host_to_device_bytes"] == sum(copied) * tiered.runner._host.shape[2]
+
+
+def test_no_step_copies_the_pool():
+    """On a CPU: a copy would not show in the memory of so small a pool, and takes a second where it is large."""
+    for num_drafts in (0, 3):
+        made = hisparse_engine.programs(num_drafts)
+        pool = made.abstract_cache().latent
+        shape = f"f32[{','.join(map(str, pool.shape))}]"
+        for step, program in made._steps.items():
+            copies = [line for line in program.as_text().splitlines() if shape in line and " copy(" in line]
+            assert shape in program.as_text() and not copies, (step, copies[:3])
