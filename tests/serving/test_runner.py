@@ -244,8 +244,8 @@ def test_live_bytes_stay_the_same_over_steps(runner):
     sizes = set()
     while engine.has_work:
         engine.step()
-        _, started = engine._in_flight or (None, [])
-        outputs = sum(out.nbytes for *_, out in started)
+        rectangles = engine._in_flight[1].rectangles if engine._in_flight else ()
+        outputs = sum(out.nbytes for *_, out in rectangles)
         sizes.add(sum(x.nbytes for x in jax.live_arrays()) - outputs)
     assert len(sizes) == 1
 
