@@ -296,6 +296,9 @@ def test_a_chunk_fills_its_row_and_no_other():
     fill_row(inputs, 1, chunk(seed=3 + (5 << 32), banned_ids=(11, 12), **how))
     row = {f.name: getattr(inputs, f.name)[1].tolist() for f in dataclasses.fields(inputs)}
     assert row == {
+        "region_table": [],
+        "region_lease": 0,
+        "region_slot": -1,
         "tokens": [5, 6, 0, 0],
         "block_tables": [7, 2, 0],
         "banned": [11, 12] + [-1] * (MAX_BANNED - 2),
@@ -342,7 +345,7 @@ def test_more_bans_than_fit_are_an_error():
 def test_a_row_is_read_with_as_many_logprobs_as_were_wanted():
     top = np.arange(16, dtype=np.int32).reshape(2, 2, 4)
     out = StepOutputs(
-        count=np.array([2, 1]), drafted=np.array([1, 0]), token=np.array([[3, 4], [5, 6]]),
+        count=np.array([2, 1]), drafted=np.array([1, 0]), token=np.array([[3, 4], [5, 6]]), brought=np.zeros((2, 0)),
         rank=np.array([[1, 2], [3, 4]]), logprob=np.float32([[-0.5, -1.5], [-2.5, -3.5]]),
         top_ids=top, top_logprobs=-top.astype(np.float32),
     )  # fmt: skip
