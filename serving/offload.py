@@ -141,15 +141,16 @@ class Offloading:
             held.spilled = True
         self._held[request.request_id] = held
 
-    def prepared(self, request: Request, num_blocks: int, *, single: bool) -> bool:
+    def prepared(self, request: Request, num_blocks: int, *, single: bool, others_wait: bool = False) -> bool:
         """See to it that the request's next chunk can run; False if pages are lacking.
 
         Args:
           num_blocks: leading blocks that the chunk may write to or read.
           single: it runs among the rows that decode, which read what is not in pages through a region.
+          others_wait: there are requests that have not started.
         """
         held = self._held[request.request_id]
-        if held.spilled or self.residency.is_tight or self._is_waited_for:
+        if held.spilled or self.residency.is_tight or (others_wait and self._is_waited_for):
             self._let_go(held)
         new = request.blocks[held.placed : num_blocks]
         needs_region = single and held.spilled and not held.region

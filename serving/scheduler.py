@@ -287,7 +287,7 @@ class Scheduler:
         if self.offload is None:
             return True
         blocks, single = self._blocks_to_reach(request, self._reach(request, size)), request.continues or size == 1
-        while not self.offload.prepared(request, blocks, single=single):
+        while not self.offload.prepared(request, blocks, single=single, others_wait=bool(self.waiting)):
             behind = [r for r in self.running[self.running.index(request) :] if r.request_id not in planned]
             if self.offload.spill(reversed(behind)):
                 continue

@@ -86,8 +86,9 @@ class PullConnector(abc.ABC):
     def _close(self) -> None:  # noqa: B027
         """Frees what a kind of connector keeps."""
 
+    @abc.abstractmethod
     def _call(self, engine_id: str, host: str, port: int, message: Message) -> Message:
-        raise NotImplementedError
+        """Sends a message to an engine and waits for its answer. TransferError if there is none."""
 
     # Producer.
 
