@@ -30,8 +30,32 @@ H200_BYTES = 139 * 2**30
 GIB = 2**30
 
 
+class CompiledStep:
+    """A step that was compiled for H200s, and what it takes on each, in bytes."""
+
+    program: H200Program
+
+    @property
+    def temporaries(self) -> int:
+        """What lives during the step only."""
+        return self.program.memory.temporaries
+
+    @property
+    def total(self) -> int:
+        return self.program.memory.total
+
+    @property
+    def left(self) -> int:
+        """Of ``H200_BYTES``; negative if the step does not fit."""
+        return H200_BYTES - self.total
+
+    @property
+    def fits(self) -> bool:
+        return self.left >= 0
+
+
 @dataclasses.dataclass(frozen=True)
-class Fit:
+class Fit(CompiledStep):
     """A compiled prefill step and what it takes on each device, in bytes.
 
     Attributes:
@@ -55,27 +79,9 @@ class Fit:
     program: H200Program = dataclasses.field(repr=False)
 
     @property
-    def temporaries(self) -> int:
-        """What lives during the step only."""
-        return self.program.memory.temporaries
-
-    @property
     def inputs_and_outputs(self) -> int:
         """Tokens, block table and sampled tokens."""
         return self.total - self.weights - self.kv - self.temporaries
-
-    @property
-    def total(self) -> int:
-        return self.program.memory.total
-
-    @property
-    def left(self) -> int:
-        """Of ``H200_BYTES``; negative if the step does not fit."""
-        return H200_BYTES - self.total
-
-    @property
-    def fits(self) -> bool:
-        return self.left >= 0
 
     @property
     def kv_tokens(self) -> int:

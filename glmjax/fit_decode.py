@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from glmjax.cache import CacheDtype, KVCache, abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
-from glmjax.fit import GIB, H200_BYTES, aligned, device_bytes
+from glmjax.fit import GIB, CompiledStep, aligned, device_bytes
 from glmjax.host_pool import abstract_host_pool, address_sharding
 from glmjax.params import abstract_params
 from glmjax.sharding.aot import H200Program, compile_for_h200, h200_devices
@@ -30,7 +30,7 @@ TAIL_PAGES = 2  # of a request: those that a step in flight may write to stay on
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeFit:
+class DecodeFit(CompiledStep):
     """A compiled decode step and what it takes on each device, in bytes.
 
     Attributes:
@@ -74,24 +74,6 @@ class DecodeFit:
     @property
     def region_pages(self) -> int:
         return 0 if self.offload is None else self.offload.region_pages
-
-    @property
-    def temporaries(self) -> int:
-        """What lives during the step only."""
-        return self.program.memory.temporaries
-
-    @property
-    def total(self) -> int:
-        return self.program.memory.total
-
-    @property
-    def left(self) -> int:
-        """Of ``H200_BYTES``; negative if the step does not fit."""
-        return H200_BYTES - self.total
-
-    @property
-    def fits(self) -> bool:
-        return self.left >= 0
 
     @property
     def kv_tokens(self) -> int:
