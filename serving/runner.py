@@ -45,6 +45,7 @@ class ProgramRunner:
         self._cache = programs.make_cache()
         self._state = programs.make_state()
         self._host = programs.make_host() if programs.offload is not None else None
+        self._host_row_bytes = None if self._host is None else self._host.shape[2]
         self._rows = max(s.requests for s in programs.shapes if s.decode)
         self._steps = 0
         self._brought = np.zeros(3, np.int64)  # hits, misses, rows copied to the device for them
@@ -108,13 +109,13 @@ class ProgramRunner:
         With KV offload the ``hisparse_`` counters too, over all devices.
         """
         counts = {"compilations": self._programs.compilations, "program_runs": self._steps}
-        if self._host is None:
+        if self._host_row_bytes is None:
             return counts
         hits, misses, rows = self._brought.tolist()
         return counts | {
             "hisparse_cache_hits": hits,
             "hisparse_cache_misses": misses,
-            "hisparse_host_to_device_bytes": (rows + self._loaded) * self._host.shape[2],
+            "hisparse_host_to_device_bytes": (rows + self._loaded) * self._host_row_bytes,
         }
 
     def close(self) -> None:

@@ -69,23 +69,23 @@ class Job:
 
 
 class Bench:
-    """Programs whose pool stays in reach: the runner's own is the same one, until rows are copied here."""
+    """Programs whose pool stays in reach: the runner's own is the same one, until rows are copied here.
+
+    What is not said here is as ``Programs`` of the whole step have it.
+    """
 
     def __init__(self, job: Job, config: GLMConfig, params: Params):
         self.shapes = (StepShape(job.batch, 1, decode=True), StepShape(1, min(job.chunk, job.length)))
         self.table_width = job.blocks
         self.normal = self._programs(job, config, params, self.shapes)
-        self.layout, self.smallest, self.outputs = self.normal.layout, self.normal.smallest, self.normal.outputs
-        self.make_cache, self.make_state = self.normal.make_cache, self.normal.make_state
         self.active = self.normal
         self.cache: KVCache | None = None
 
-    @property
-    def compilations(self) -> int:
-        return self.normal.compilations
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.normal, name)
 
     def run(
-        self, shape: StepShape, cache: KVCache, state: RequestState, inputs: Sequence[StepInputs]
+        self, shape: StepShape, cache: KVCache, state: RequestState, inputs: Sequence[StepInputs], *offload: Any
     ) -> tuple[KVCache, RequestState, jax.Array]:
         """As ``Programs.run``, with the pool kept here."""
         self.cache, state, out = self.active.run(shape, cache if self.cache is None else self.cache, state, inputs)

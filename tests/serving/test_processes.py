@@ -38,7 +38,7 @@ def run(processes, devices, layout):
     port = free_port()
     workers = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), *map(str, (port, processes, index, devices)), json.dumps(job)],
+            [sys.executable, "-P", str(WORKER), *map(str, (port, processes, index, devices)), json.dumps(job)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
