@@ -16,9 +16,10 @@ import glmjax
 from glmjax.checkpoint import load_checkpoint, load_config
 from glmjax.config import GLMConfig, token_ids
 from glmjax.demo import build_demo
-from glmjax.engines import build_engine, build_pair, progress_bar
+from glmjax.engines import build_engine, build_pair, build_role, progress_bar
 from glmjax.errors import CheckpointError, ConfigError, RequestError
 from glmjax.options import EngineOptions, engine_options
+from glmjax.processes import serve_pair
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.clock import Clock
 from glmjax.serving.disaggregated import AnyEngine
@@ -44,6 +45,11 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any):
         settings = engine_options(**options)
+        if settings.prefill is not None and settings.connector not in ("auto", "local"):
+            raise ConfigError(
+                f"connector={settings.connector!r} works between processes, which serve() starts; LLM has both engines "
+                "in this one: leave connector out"
+            )
         self.model_path = find_model(model)
         self.layout = settings.layout
         config = load_config(self.model_path)
@@ -62,6 +68,8 @@ class LLM:
         self._template: ChatTemplate | None = None
 
     def _build(self, settings: EngineOptions, eos_ids: Sequence[int]) -> tuple[GLMConfig, AnyEngine]:
+        if settings.role is not None:
+            return build_role(self.model_path, self.tokenizer, settings, eos_ids)
         if settings.prefill is not None:
             return build_pair(self.model_path, self.tokenizer, settings, eos_ids)
         mtp = settings.num_speculative_tokens > 0
@@ -211,6 +219,15 @@ def serve(
         raise ConfigError("api_key is empty: leave it out to serve without a key")
     if max_num_queued_requests is not None and max_num_queued_requests < 1:
         raise ConfigError(f"max_num_queued_requests must be at least 1, got {max_num_queued_requests}")
+    settings = engine_options(**options)
+    if settings.prefill is not None and settings.connector != "local":
+        of_both = {
+            "served_model_name": names,
+            "api_key": keys or None,
+            "max_num_queued_requests": max_num_queued_requests,
+        }
+        server = serve_pair(str(find_model(model)), host, port, settings, of_both, keys)
+        return _until_interrupted(server, names, keys, block)
     if jax.process_count() > 1:
         raise ConfigError(
             f"serve works in one process, and this is one of {jax.process_count()}: requests would reach only one of "
@@ -226,6 +243,7 @@ def serve(
         api_keys=keys,
         max_num_queued_requests=max_num_queued_requests,
         sampling_defaults=llm.sampling_defaults,
+        role=settings.role,
     )
     llm.engine.start()
     try:
@@ -233,6 +251,10 @@ def serve(
     except BaseException:
         llm.close()
         raise
+    return _until_interrupted(server, names, keys, block)
+
+
+def _until_interrupted(server: Server, names: Sequence[str], keys: Sequence[str], block: bool) -> Server:
     if block:
         announce(server, names[0], keys[0] if keys else None)
         server.wait()

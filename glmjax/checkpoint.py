@@ -7,6 +7,7 @@
 A folder that is written appears whole or not at all.
 """
 
+import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,7 @@ from glmjax.sharding.partition import param_specs
 from glmjax.staging import staged_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
+SAMPLE_BYTES = 1 << 16  # of a file's start, middle and end, which name its content
 MAX_SHARD_BYTES = 5e9
 # What belongs to a model besides its weights and config.json, copied by ``convert``.
 SIDE_FILES = (
@@ -43,6 +45,24 @@ SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+
+def weights_name(path: str | Path) -> str:
+    """A name for the weights in a folder that copies of it share, in hexadecimal; samples of each file are read.
+
+    One model in two formats, or cut into other files, has two names.
+    """
+    folder = Path(path)
+    files = sorted(folder.glob("*.safetensors")) or sorted(f for f in folder.rglob("*") if f.is_file())
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(folder).as_posix()} {size}\n".encode())
+        with file.open("rb") as data:
+            for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+                data.seek(start)
+                digest.update(data.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
 
 
 def load_checkpoint(

@@ -1,16 +1,68 @@
 """The ``glmjax`` command.  Bad input is one line on standard error and exit code 2."""
 
-import enum
 import json
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
+from urllib.parse import urlsplit
 
 import typer
 
 from glmjax import __version__, bench_cli
+from glmjax.cli_options import (
+    DCP,
+    DP,
+    EP,
+    PCP,
+    TP,
+    Batched,
+    Blocks,
+    BlockSize,
+    Buffer,
+    CacheDtype,
+    CacheOption,
+    Caching,
+    Combine,
+    CombineOption,
+    Connector,
+    ConnectorHost,
+    ConnectorOption,
+    ConnectorPort,
+    DecodeLayout,
+    Dispatch,
+    DispatchOption,
+    Drafts,
+    Dtype,
+    DtypeOption,
+    Format,
+    Gib,
+    HostGib,
+    Interleave,
+    LayoutName,
+    Lease,
+    Length,
+    LoadFailure,
+    MinPrefill,
+    Model,
+    OffloadGib,
+    OffloadOption,
+    OnLoadFailure,
+    Policy,
+    Prefill,
+    PrefillLayout,
+    PrefillOption,
+    Reads,
+    ReadsOption,
+    RoleOption,
+    Seed,
+    Sequences,
+    SpeculationMode,
+    SpeculationOption,
+    SyntheticLength,
+    SyntheticRates,
+)
 from glmjax.errors import ConfigError, GlmjaxError
 from glmjax.sharding.layout import Layout
 
@@ -19,107 +71,6 @@ app.add_typer(bench_cli.app, name="bench")
 
 # Of click, which typer imports or carries with it, depending on its version.
 _ClickException: Any = typer.BadParameter.__mro__[2]
-
-
-class Dtype(enum.StrEnum):
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class CacheDtype(enum.StrEnum):
-    auto = "auto"
-    fp8_ds_mla = "fp8_ds_mla"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class Policy(enum.StrEnum):
-    fcfs = "fcfs"
-    priority = "priority"
-
-
-class Prefill(enum.StrEnum):
-    auto = "auto"
-    kv_gather = "kv_gather"
-    query_gather = "query_gather"
-
-
-class Combine(enum.StrEnum):
-    ag_rs = "ag_rs"
-    a2a = "a2a"
-
-
-class Dispatch(enum.StrEnum):
-    gather = "gather"
-    ragged = "ragged"
-
-
-class SpeculationMode(enum.StrEnum):
-    fixed = "fixed"
-    auto = "auto"
-
-
-class Reads(enum.StrEnum):
-    auto = "auto"
-    xla = "xla"
-    address = "address"
-
-
-class OnLoadFailure(enum.StrEnum):
-    recompute = "recompute"
-    fail = "fail"
-
-
-class OffloadTo(enum.StrEnum):
-    host = "host"
-
-
-class Format(enum.StrEnum):
-    orbax = "orbax"
-    hf = "hf"
-
-
-Model = Annotated[str, typer.Argument(help="Path of a checkpoint, or 'demo'.")]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of activations and unquantised weights.")]
-CacheOption = Annotated[CacheDtype, typer.Option("--kv-cache-dtype", help="Format of the KV cache.")]
-Length = Annotated[int | None, typer.Option("--max-model-len", help="Prompt and output at most, in tokens.")]
-Sequences = Annotated[int, typer.Option("--max-num-seqs", help="Sequences that run at once.")]
-Batched = Annotated[int, typer.Option("--max-num-batched-tokens", help="Tokens of a step at most.")]
-BlockSize = Annotated[int, typer.Option("--block-size", help="Tokens of a KV block.")]
-Blocks = Annotated[int | None, typer.Option("--num-device-blocks", help="Size of the KV pool in blocks.")]
-Gib = Annotated[float | None, typer.Option("--kv-cache-gib", help="Memory for the KV pool, in GiB.")]
-Caching = Annotated[bool, typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse KV of equal prefixes.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of requests that bring none.")]
-LayoutName = Annotated[str | None, typer.Option("--layout", help="Instead of degrees: a preset such as pcp8_dcp8.")]
-DP = Annotated[int, typer.Option("--dp", help="Data parallelism: groups with requests of their own.")]
-TP = Annotated[int, typer.Option("--tp", help="Tensor parallelism: heads and widths are split.")]
-PCP = Annotated[int, typer.Option("--pcp", help="Prefill context parallelism: a prompt's queries are split.")]
-DCP = Annotated[int, typer.Option("--dcp", help="Decode context parallelism: the KV cache is split by token.")]
-EP = Annotated[int, typer.Option("--ep", help="Expert parallelism: 1, or the number of devices.")]
-PrefillOption = Annotated[Prefill, typer.Option("--dcp-prefill", help="What travels in a prefill with --dcp.")]
-CombineOption = Annotated[Combine, typer.Option("--dcp-comm-backend", help="How attention results travel.")]
-Interleave = Annotated[int, typer.Option("--interleave", help="Consecutive tokens of a DCP rank.")]
-DispatchOption = Annotated[Dispatch, typer.Option("--ep-dispatch", help="How tokens reach experts; ragged needs GPUs.")]
-
-Drafts = Annotated[int, typer.Option("--num-speculative-tokens", help="Tokens the MTP layer drafts a step, 0 to 7.")]
-SpeculationOption = Annotated[
-    SpeculationMode, typer.Option("--speculation", help="auto drafts as many as pay for a step's requests.")
-]
-SyntheticRates = Annotated[
-    str | None, typer.Option(help="For benchmarks: chance that each draft and all before it count, such as 1,0.9,0.5.")
-]
-SyntheticLength = Annotated[float | None, typer.Option(help="For benchmarks: mean tokens of a step, by chance.")]
-HostGib = Annotated[float | None, typer.Option("--hisparse-host-gib", help="HiSparse: GiB of KV rows on the host.")]
-Buffer = Annotated[int | None, typer.Option("--hisparse-buffer", help="HiSparse: rows of a request on the device.")]
-ReadsOption = Annotated[Reads, typer.Option("--hisparse-reads", help="HiSparse: how rows come from the host.")]
-OffloadOption = Annotated[OffloadTo | None, typer.Option("--kv-offload", help="Plain offload of whole KV blocks.")]
-OffloadGib = Annotated[float | None, typer.Option("--kv-offload-gib", help="GiB of host memory for --kv-offload.")]
-
-
-PrefillLayout = Annotated[str | None, typer.Option("--prefill", help="Layout of an engine for prompts: 'pcp=8,dcp=8'.")]
-DecodeLayout = Annotated[str | None, typer.Option("--decode", help="Layout of the engine for outputs then.")]
-MinPrefill = Annotated[int, typer.Option("--min-prefill-tokens", help="Shorter uncached prompts stay with --decode.")]
-LoadFailure = Annotated[OnLoadFailure, typer.Option("--kv-load-failure-policy", help="If KV does not arrive.")]
 
 
 @app.command()
@@ -164,13 +115,19 @@ def serve(
     decode: DecodeLayout = None,
     min_prefill_tokens: MinPrefill = 64,
     kv_load_failure_policy: LoadFailure = OnLoadFailure.recompute,
+    role: RoleOption = None,
+    connector: ConnectorOption = Connector.auto,
+    connector_host: ConnectorHost = "127.0.0.1",
+    connector_port: ConnectorPort = 0,
+    lease_seconds: Lease = 30.0,
 ) -> None:
     """Serve a model with OpenAI's HTTP API."""
     from glmjax import api
 
     chosen = _layout(layout, dp=dp, tp=tp, pcp=pcp, dcp=dcp, ep=ep, interleave=interleave)
     pair = [Layout.parse(text) for text in (prefill, decode) if text is not None]
-    _simulate_devices(sum(one.num_devices for one in pair))
+    if connector is Connector.local:
+        _simulate_devices(sum(one.num_devices for one in pair))
     api.enable_compilation_cache()
     api.serve(
         model,
@@ -206,8 +163,40 @@ def serve(
         decode=decode,
         min_prefill_tokens=min_prefill_tokens,
         kv_load_failure_policy=kv_load_failure_policy.value,
+        role=role.value if role else None,
+        connector=connector.value,
+        connector_host=connector_host,
+        connector_port=connector_port,
+        lease_seconds=lease_seconds,
         seed=seed,
     )
+
+
+@app.command()
+def proxy(
+    prefill: Annotated[str, typer.Argument(help="URL of an engine served with --role prefill.")],
+    decode: Annotated[str, typer.Argument(help="URL of an engine served with --role decode.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(help="Clients must send it; it is handed on to the engines.")] = None,
+    min_prefill_tokens: MinPrefill = 64,
+    kv_load_failure_policy: LoadFailure = OnLoadFailure.recompute,
+    prefill_timeout: Annotated[float, typer.Option(help="Seconds that a prompt may take.")] = 600.0,
+) -> None:
+    """Serve OpenAI's HTTP API with a prefill and a decode engine that run elsewhere."""
+    from glmjax.serving.front import FrontOptions, Pair, build_front
+    from glmjax.serving.server import Server
+
+    pair = Pair(_url("PREFILL", prefill), _url("DECODE", decode))
+    options = FrontOptions(
+        min_prefill_tokens=min_prefill_tokens,
+        on_failure=kv_load_failure_policy.value,
+        prefill_timeout=prefill_timeout,
+        api_keys=[api_key] if api_key else (),
+    )
+    server = Server(build_front(lambda body: pair, options), host, port)
+    typer.echo(f"Serving {pair.prefill} and {pair.decode} on {server.url}")
+    server.wait()
 
 
 @app.command()
@@ -380,6 +369,13 @@ def _simulate_devices(count: int) -> None:
         import jax
 
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def _url(name: str, text: str) -> str:
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{name} must be a URL such as http://127.0.0.1:8001, got {text!r}")
+    return text.rstrip("/")
 
 
 def _numbers(option: str, text: str | None) -> list[float] | None:

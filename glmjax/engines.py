@@ -1,6 +1,7 @@
 """Engines from options: pools are sized, programs compiled and joined with a scheduler; and two of them as one."""
 
 import dataclasses
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from jax.sharding import NamedSharding
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from glmjax.checkpoint import load_checkpoint
+from glmjax.checkpoint import load_checkpoint, weights_name
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.options import EngineOptions
@@ -26,7 +27,7 @@ from glmjax.serving.runner import ProgramRunner
 from glmjax.serving.scheduler import Scheduler
 from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.serving.tokenizer import Tokenizer
-from glmjax.serving.transfer.factory import make_connector
+from glmjax.serving.transfer.factory import between_processes, make_connector
 from glmjax.serving.transfer.job import Settings
 from glmjax.serving.transfer.local import Hub
 from glmjax.serving.transfer.memory import describe
@@ -43,14 +44,18 @@ class Peers:
     """How an engine is known to others, and finds them.
 
     Attributes:
-      engine_id: unique to it.
-      hub: where the engines of this process find each other.
+      engine_id: unique to a run of it.
+      connector: kind of its connector.
       checkpoint: tells apart models of one shape.
+      hub: where the engines of this process find each other, for connector "local".
+      settings: of the connector.
     """
 
     engine_id: str
-    hub: Hub
-    checkpoint: str = ""
+    connector: str
+    checkpoint: str
+    hub: Hub | None = None
+    settings: Settings = dataclasses.field(default_factory=Settings)
 
 
 def build_engine(
@@ -141,13 +146,13 @@ def _handoffs(
         exchange.memory,
         KVSharding(layout.dcp, layout.interleave, options.block_size),
         engine_id=peers.engine_id,
-        connector="local",
+        connector=peers.connector,
         kv_cache_dtype=options.cache_dtype,
         speculation=options.num_speculative_tokens > 0,
         dp=layout.dp,
         checkpoint=peers.checkpoint,
     )
-    connector = make_connector(info, exchange.memory, Clock(), Settings(), peers.hub)
+    connector = make_connector(info, exchange.memory, Clock(), peers.settings, peers.hub)
     collector, policy = Collector(connector, layout.dp), options.kv_load_failure_policy
     return exchange, [Handoff(collector, stage_blocks, sizes.block_size, g, policy) for g in range(layout.dp)]
 
@@ -178,12 +183,25 @@ def build_pair(
             loaded = _load(path, options, layout, mesh)
         config, params = loaded
         own = dataclasses.replace(options, layout=layout, prefill=None, decode=None)
-        peers = Peers(f"{name}-{id(hub):x}", hub, str(path.resolve()))
+        peers = Peers(f"{name}-{uuid.uuid4().hex[:12]}", "local", str(path.resolve()), hub)
         engines.append(build_engine(config, params, tokenizer, own, eos_ids, mesh=mesh, peers=peers))
     assert config is not None
     first_engine, second_engine = engines
     policy = options.kv_load_failure_policy
     return config, DisaggregatedEngine(first_engine, second_engine, options.min_prefill_tokens, policy)
+
+
+def build_role(
+    path: Path, tokenizer: Tokenizer | None, options: EngineOptions, eos_ids: Sequence[int]
+) -> tuple[GLMConfig, Engine]:
+    """An engine that hands requests over to engines of other processes, or takes them."""
+    config, params = _load(path, options, options.layout, None)
+    settings = Settings(
+        host=options.connector_host, port=options.connector_port, lease_seconds=float(options.lease_seconds)
+    )
+    kind = between_processes() if options.connector == "auto" else options.connector
+    peers = Peers(f"{options.role}-{uuid.uuid4().hex[:12]}", kind, weights_name(path), settings=settings)
+    return config, build_engine(config, params, tokenizer, options, eos_ids, peers=peers)
 
 
 def _load(path: Path, options: EngineOptions, layout: Layout, mesh: jax.sharding.Mesh | None) -> tuple[GLMConfig, Any]:

@@ -55,6 +55,12 @@ class EngineOptions:
         each on devices of its own (one device may serve both), and KV travels between them.
       min_prefill_tokens: prompts of which fewer tokens are not cached are computed by the decode engine itself.
       kv_load_failure_policy: what becomes of a request whose KV does not arrive: "recompute" it, or "fail" it.
+      role: of an engine by itself: "prefill" offers the KV of prompts to engines elsewhere, "decode" fetches it; calls
+        say so by ``kv_transfer_params``.
+      connector: how KV travels between engines: "local" within a process, "nixl" or "jax" between processes and hosts;
+        "auto" is "local" within a process, else "nixl" where it is installed and "jax" where not.
+      connector_host, connector_port: where the engine's connector answers others; port 0 takes a free one.
+      lease_seconds: for how long KV that is offered waits for a sign of life of who fetches it.
       seed: of requests that bring none.
     """
 
@@ -85,6 +91,11 @@ class EngineOptions:
     decode: Layout | None = None
     min_prefill_tokens: int = 64
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    role: Literal["prefill", "decode"] | None = None
+    connector: Literal["auto", "local", "nixl", "jax"] = "auto"
+    connector_host: str = "127.0.0.1"
+    connector_port: int = 0
+    lease_seconds: float = 30.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -143,6 +154,7 @@ class EngineOptions:
     def _check_disaggregation(self) -> None:
         _whole("min_prefill_tokens", self.min_prefill_tokens, least=1)
         _one_of("kv_load_failure_policy", self.kv_load_failure_policy, ("recompute", "fail"))
+        self._check_connector()
         for name, other in (("prefill", self.decode), ("decode", self.prefill)):
             value = getattr(self, name)
             if not isinstance(value, Layout | None):
@@ -155,6 +167,27 @@ class EngineOptions:
             raise ConfigError(
                 "prefill must be left at None with KV rows in host memory: this version does not hand over requests "
                 f"whose rows are in two tiers, got {self.prefill!r}"
+            )
+
+    def _check_connector(self) -> None:
+        _one_of("connector", self.connector, ("auto", "local", "nixl", "jax"))
+        _positive("lease_seconds", self.lease_seconds)
+        if not isinstance(self.connector_host, str) or not self.connector_host:
+            raise ConfigError(f"connector_host must be an address, got {self.connector_host!r}")
+        _whole("connector_port", self.connector_port, least=0)
+        if self.connector_port > 65535:
+            raise ConfigError(f"connector_port must be in [0, 65535], got {self.connector_port}")
+        if self.role is None:
+            return
+        _one_of("role", self.role, ("prefill", "decode"))
+        if self.prefill is not None:
+            raise ConfigError(f"role must be left at None with prefill and decode, which start both, got {self.role!r}")
+        if self.connector == "local":
+            raise ConfigError("connector='local' reaches no other process: give 'nixl' or 'jax' with role")
+        if self.kv_offload is not None or (self.role == "prefill" and self.host_gib is not None):
+            raise ConfigError(
+                f"role must be left at None with KV rows in host memory, but for HiSparse of a decode engine, got "
+                f"{self.role!r}"
             )
 
     @property

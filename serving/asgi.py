@@ -107,7 +107,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None] = lambda: None) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events

@@ -71,6 +71,12 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def num_cached_tokens(self, token_ids: Sequence[int], salt: str | None = None) -> int:
+        """Leading tokens of a prompt whose blocks are cached.  Takes no lease; may be called from any thread."""
+        digests: list[bytes] = []
+        extend_digests(digests, token_ids, self.block_size, salt)
+        return len(self.match(digests)) * self.block_size
+
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of ``blocks`` have no holder, so that sharing them takes them from the free ones."""
         return sum(self._holders[b] == 0 for b in blocks)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from glmjax.serving.blocks import extend_digests
 from glmjax.serving.engine import Engine
 from glmjax.serving.handle import OnOutput, RequestHandle
 from glmjax.serving.handoff import OnFailure
@@ -98,7 +97,8 @@ class DisaggregatedEngine:
             held=True,
         )
         ids = handle.output.prompt_token_ids
-        if len(ids) - 1 - self._cached_tokens(ids, cache_salt) < max(1, self.min_remote_tokens):
+        cached = max(rank.pool.num_cached_tokens(ids, cache_salt) for rank in self.decode.scheduler.ranks)
+        if len(ids) - 1 - cached < max(1, self.min_remote_tokens):
             self.decode.go_on(handle.request_id)
             return handle
 
@@ -118,6 +118,10 @@ class DisaggregatedEngine:
             self.decode.abort(handle.request_id)
             raise
         return handle
+
+    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> tuple[list[int], int]:
+        """See ``Engine.check_request``."""
+        return self.decode.check_request(prompt_token_ids, sampling)
 
     def abort(self, request_id: str) -> bool:
         """See ``Engine.abort``."""
@@ -147,16 +151,6 @@ class DisaggregatedEngine:
             for scheduler in engine.scheduler.ranks:
                 if scheduler.handoff is not None:
                     scheduler.handoff.connector.close()
-
-    def _cached_tokens(self, ids: Sequence[int], cache_salt: str | None) -> int:
-        """Leading tokens that the decode engine has; another thread may change that at any time."""
-        most = 0
-        for scheduler in self.decode.scheduler.ranks:
-            if scheduler.config.enable_prefix_caching:
-                digests: list[bytes] = []
-                extend_digests(digests, list(ids), scheduler.config.block_size, cache_salt)
-                most = max(most, len(scheduler.pool.match(digests)) * scheduler.config.block_size)
-        return most
 
     def _prompt_is_computed(self, request_id: str, last: OutputDelta) -> None:
         """In the prefill engine's thread: the request goes on, with an offer if there is one."""

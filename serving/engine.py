@@ -34,12 +34,13 @@ from glmjax.serving.plan import Plan, Runner
 from glmjax.serving.request import Request, Update
 from glmjax.serving.scheduler import Scheduler
 from glmjax.serving.transfer.interface import Offer
-from glmjax.serving.transfer.params import to_params
+from glmjax.serving.transfer.params import PARAM, to_params
 from glmjax.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 TRANSFER_POLL = 0.001  # seconds between looks at transfers while there is nothing else to do
+LEASE_POLL = 0.2  # seconds between looks at leases while there are no requests
 
 _COUNTERS = ("prompt_tokens", "cached_tokens", "generation_tokens")
 _FINISHED = ("finished_stop", "finished_length", "finished_abort", "finished_error")
@@ -154,8 +155,12 @@ class Engine:
         id carries a serial number, so that the runner never sees one twice.
         """
         arrival = self.clock.monotonic()
-        prompt_ids = self._check_prompt(prompt_token_ids)
-        max_tokens = self._check_sampling(len(prompt_ids), sampling)
+        prompt_ids, max_tokens = self.check_request(prompt_token_ids, sampling)
+        if offer is not None and offer.num_tokens < len(prompt_ids) - 1:
+            raise RequestError(
+                f"{PARAM}: the KV of {offer.num_tokens} tokens is offered for a prompt of {len(prompt_ids)} tokens",
+                PARAM,
+            )
         streams = [self._text_stream(sampling) for _ in range(sampling.n)]
         with self._wake:
             self._refuse_if_down()
@@ -240,8 +245,9 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self.has_work or self._closing)
-                if not self.has_work:
+                leased = any(rank.handoff is not None and rank.handoff.has_leases for rank in self.scheduler.ranks)
+                self._wake.wait_for(lambda: self.has_work or self._closing, LEASE_POLL if leased else None)
+                if self._closing and not self.has_work:
                     return
             self.step()
 
@@ -250,6 +256,11 @@ class Engine:
         self._wake.notify()
 
     # Checks of a request.
+
+    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> tuple[list[int], int]:
+        """The prompt and the limit on new tokens of a request; RequestError if it cannot be served as asked."""
+        prompt_ids = self._check_prompt(prompt_token_ids)
+        return prompt_ids, self._check_sampling(len(prompt_ids), sampling)
 
     def _refuse_if_down(self) -> None:
         if self._error is not None:

@@ -82,6 +82,11 @@ class Handoff:
         return bool(going or self._arriving or self._draining or self._receives or self._receiving)
 
     @property
+    def has_leases(self) -> bool:
+        """Whether others may be reading the stage: ``planned`` takes back what has ended."""
+        return bool(self._leased)
+
+    @property
     def waits(self) -> bool:
         """Whether all there is to do is to wait for fetches."""
         return bool(self._arriving or self._draining) and not (self._sends or self._receives)

@@ -29,12 +29,13 @@ from glmjax.serving.metrics import CONTENT_TYPE, Metrics
 from glmjax.serving.parsers import Parser, keeps_tags
 from glmjax.serving.stream import Generation, Mailbox
 from glmjax.serving.tokenizer import Tokenizer
+from glmjax.serving.transfer.params import Role, read_params
 from glmjax.serving.writers import ChatWriter, CompletionWriter, Tally, Writer
 from glmjax.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -49,6 +50,7 @@ class HttpOptions:
       max_num_queued_requests: sequences that may wait for the engine; more get a 503.
       max_body_bytes: larger bodies get a 413.
       sampling_defaults: values for ``SamplingParams`` fields that a request leaves out.
+      role: "prefill" offers the KV of prompts to other engines, "decode" fetches it; None takes no kv_transfer_params.
     """
 
     model_names: Sequence[str]
@@ -57,6 +59,7 @@ class HttpOptions:
     max_num_queued_requests: int | None = None
     max_body_bytes: int = 64 << 20
     sampling_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    role: Role | None = None
 
 
 def build_app(
@@ -79,6 +82,8 @@ def build_app(
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        Route("/v1/completions/uncached_tokens", api.uncached_in_completion, methods=["POST"]),
+        Route("/v1/chat/completions/uncached_tokens", api.uncached_in_chat, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),
@@ -92,7 +97,7 @@ def build_app(
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(asgi.Gate, api_keys=options.api_keys, open_paths=_OPEN_PATHS)],
+        middleware=[Middleware(asgi.Gate, api_keys=options.api_keys, open_paths=OPEN_PATHS)],
         exception_handlers=asgi.ERROR_HANDLERS,
     )
 
@@ -123,28 +128,18 @@ class _Api:
         self._hidden_tokens = () if keeps else tuple(tokenizer.special_tokens)
 
     async def completions(self, request: Request) -> Response:
-        body = await asgi.read_body(request, self._options.max_body_bytes)
-        asked = protocol.decode(body, protocol.CompletionRequest, check=protocol.refuse_unsupported)
-        self._check_model(asked.model)
-        sampling = protocol.completion_sampling(asked, self._options.sampling_defaults)
-        prompts = protocol.prompts_of(asked.prompt)
-        token_ids, texts = await asgi.off_loop(len(body), self._prepare_prompts, prompts, bool(asked.echo))
+        asked, sampling, token_ids, texts = await self._completion_call(request)
         writer = CompletionWriter(
             self._tokenizer,
             sampling,
-            len(prompts),
+            len(token_ids),
             texts if asked.echo else None,
             token_ids if asked.return_token_ids else None,
         )
         return await self._answer(request, asked, sampling, token_ids, texts, writer)
 
     async def chat(self, request: Request) -> Response:
-        body = await asgi.read_body(request, self._options.max_body_bytes)
-        asked = protocol.decode(body, protocol.ChatRequest, check=protocol.refuse_unsupported)
-        self._check_model(asked.model)
-        protocol.check_chat(asked)
-        sampling = protocol.chat_sampling(asked, self._options.sampling_defaults)
-        text, token_ids = await asgi.off_loop(len(body), self._prepare_chat, asked)
+        asked, sampling, text, token_ids = await self._chat_call(request)
         hidden: Sequence[str] = ()
         if sampling.skip_special_tokens and self._hidden_tokens:
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
@@ -160,6 +155,14 @@ class _Api:
             return_ids=bool(asked.return_token_ids),
         )
         return await self._answer(request, asked, sampling, [token_ids], [text], writer)
+
+    async def uncached_in_completion(self, request: Request) -> Response:
+        asked, sampling, token_ids, _ = await self._completion_call(request)
+        return self._uncached(asked, sampling, token_ids)
+
+    async def uncached_in_chat(self, request: Request) -> Response:
+        asked, sampling, _, token_ids = await self._chat_call(request)
+        return self._uncached(asked, sampling, [token_ids])
 
     async def models(self, request: Request) -> Response:
         cards = [self._card(name) for name in self._options.model_names]
@@ -227,6 +230,36 @@ class _Api:
             "max_model_len": self._max_model_len,
         }
 
+    async def _completion_call(
+        self, request: Request
+    ) -> tuple[protocol.CompletionRequest, SamplingParams, list[list[int]], list[str | None]]:
+        """A call as asked, and token ids and texts of its prompts."""
+        body = await asgi.read_body(request, self._options.max_body_bytes)
+        asked = protocol.decode(body, protocol.CompletionRequest, check=protocol.refuse_unsupported)
+        self._check_model(asked.model)
+        sampling = protocol.completion_sampling(asked, self._options.sampling_defaults)
+        prompts = protocol.prompts_of(asked.prompt)
+        return asked, sampling, *await asgi.off_loop(len(body), self._prepare_prompts, prompts, bool(asked.echo))
+
+    async def _chat_call(self, request: Request) -> tuple[protocol.ChatRequest, SamplingParams, str, list[int]]:
+        """A call as asked, and text and token ids of its conversation."""
+        body = await asgi.read_body(request, self._options.max_body_bytes)
+        asked = protocol.decode(body, protocol.ChatRequest, check=protocol.refuse_unsupported)
+        self._check_model(asked.model)
+        protocol.check_chat(asked)
+        sampling = protocol.chat_sampling(asked, self._options.sampling_defaults)
+        return asked, sampling, *await asgi.off_loop(len(body), self._prepare_chat, asked)
+
+    def _uncached(
+        self, asked: protocol.GenerateRequest, sampling: SamplingParams, token_ids: Sequence[list[int]]
+    ) -> Response:
+        """For who routes a call: how long its prompts are, and how much of them would have to be computed here."""
+        for ids in token_ids:
+            self._engine.check_request(ids, sampling)
+        pools = [rank.pool for rank in self._engine.scheduler.ranks]
+        uncached = [len(ids) - max(p.num_cached_tokens(ids, asked.cache_salt) for p in pools) for ids in token_ids]
+        return asgi.json_response({"prompt_tokens": list(map(len, token_ids)), "uncached_tokens": uncached})
+
     def _prepare_prompts(
         self, prompts: Sequence[str | list[int]], need_text: bool
     ) -> tuple[list[list[int]], list[str | None]]:
@@ -270,11 +303,15 @@ class _Api:
         writer: Writer,
     ) -> Response:
         """Submit the prompts and answer with what the writer makes of them."""
+        transfers = read_params(asked.kv_transfer_params, len(token_ids), self._options.role)
+        if asked.stream and any(send for send, _ in transfers):
+            raise RequestError("kv_transfer_params with do_remote_decode needs stream=false", "kv_transfer_params")
         given = asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
         name = f"{writer.prefix}-{given}"
         generation = Generation(self._engine, self._admit())
         try:
-            for place, (ids, text) in enumerate(zip(token_ids, texts, strict=True)):
+            for place, (ids, text, (send, offer)) in enumerate(zip(token_ids, texts, transfers, strict=True)):
+                transfer = {"send": send, "offer": offer} if self._options.role else {}
                 generation.submit(
                     ids,
                     sampling,
@@ -283,6 +320,7 @@ class _Api:
                     priority=asked.priority or 0,
                     cache_salt=asked.cache_salt,
                     watch=self._metrics.watch(sampling),
+                    **transfer,
                 )
         except BaseException as error:
             generation.close()
@@ -329,9 +367,15 @@ class _Api:
 
 async def _collect(generation: Generation, writer: Writer, reply: replies.Reply, tally: Tally) -> None:
     """Fill in an answer in one piece."""
+    offers = {}
     async for place, delta in generation:
         tally.add(place, delta)
         writer.add(place, delta)
+        if delta.kv_transfer_params is not None:
+            offers[place] = delta.kv_transfer_params
+    if offers:
+        each = [offer for _, offer in sorted(offers.items())]
+        reply.kv_transfer_params = each if len(each) > 1 else each[0]
     reply.choices = writer.choices()
     reply.usage = tally.usage()
 

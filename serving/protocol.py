@@ -44,6 +44,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
+    kv_transfer_params: Any = None
 
     @property
     def include_usage(self) -> bool:
@@ -115,7 +116,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logits_processors": (([],), "logits processors are not supported"),
     "thinking_token_budget": ((-1,), "a budget for thinking is not supported"),
     "truncate_prompt_tokens": ((), "prompts are never truncated"),
-    "kv_transfer_params": (({},), "KV transfer by request is not supported"),
     "chat_template": ((), "the server's own template is used"),
     "documents": (([],), "documents are not supported, put them into messages"),
     "functions": (([],), "use tools"),

@@ -8,6 +8,7 @@ import asyncio
 import collections
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from glmjax.serving.disaggregated import AnyEngine
 from glmjax.serving.handle import EngineError
@@ -64,8 +65,9 @@ class Generation:
         priority: int = 0,
         cache_salt: str | None = None,
         watch: Watch | None = None,
+        **transfer: Any,
     ) -> None:
-        """Queue one prompt; ``watch`` sees its deltas too."""
+        """Queue one prompt; ``watch`` sees its deltas too, and ``transfer`` is for ``Engine.submit``."""
         self._engine.submit(
             prompt_ids,
             sampling,
@@ -74,6 +76,7 @@ class Generation:
             priority=priority,
             cache_salt=cache_salt,
             on_output=functools.partial(self._mailbox.post, self._queue),
+            **transfer,
         )
         self._places[request_id] = len(self._places)
         self._live[request_id] = sampling.n
@@ -88,6 +91,8 @@ class Generation:
                 self._end(delta.request_id, 1)
             if delta.request_id in self._watches:
                 self._watches[delta.request_id](delta)
+            if isinstance(delta.error, EngineError):
+                raise delta.error
             if delta.error is not None:
                 raise EngineError(f"the engine has failed: {delta.error}") from delta.error
             yield self._places[delta.request_id], delta

@@ -24,7 +24,10 @@ MAX_LINES = 450
 
 VALUES = {"glmjax.config", "glmjax.types", "glmjax.errors"}
 PROGRAMS = {"glmjax.programs", "glmjax.step", "glmjax.step_io", "glmjax.fit", "glmjax.fit_decode", "glmjax.handoff"}
-FACE = {"glmjax.api", "glmjax.bench_cli", "glmjax.cli", "glmjax.engines", "glmjax.__main__"}
+FACE = {
+    *("glmjax.api", "glmjax.bench_cli", "glmjax.cli", "glmjax.cli_options", "glmjax.engines", "glmjax.engine_process"),
+    *("glmjax.processes", "glmjax.__main__"),
+}
 
 # Level -> the levels that its files may import.  "root" is glmjax/__init__.py: a version, names that load on first use.
 MAY_IMPORT = {

@@ -1,5 +1,7 @@
 """Connectors by name. A kind is imported when it is asked for: each brings a library of its own."""
 
+from importlib.util import find_spec
+
 from glmjax.errors import ConfigError
 from glmjax.serving.clock import Clock
 from glmjax.serving.transfer.connector import PullConnector
@@ -9,6 +11,11 @@ from glmjax.serving.transfer.local import Hub, LocalConnector
 from glmjax.serving.transfer.memory import Memory
 
 CONNECTORS = ("local", "nixl", "jax")
+
+
+def between_processes() -> str:
+    """The kind to take between processes if nobody says: "nixl" where it is installed, else "jax"."""
+    return "nixl" if find_spec("nixl_cu12") is not None else "jax"
 
 
 def make_connector(

@@ -108,8 +108,8 @@ def check_compatible(mine: PeerInfo, theirs: PeerInfo) -> None:
         own, other = getattr(mine, field), getattr(theirs, field)
         if own != other:
             raise ConfigError(
-                f"engine {theirs.engine_id} cannot exchange KV with {mine.engine_id}: {field} is {other!r} there "
-                f"and {own!r} here"
+                f"engine {theirs.engine_id} cannot exchange KV with {mine.engine_id}: {field} is {other!r} "
+                f"at {theirs.engine_id} and {own!r} at {mine.engine_id}"
             )
     _ = theirs.sharding
 

@@ -81,7 +81,7 @@ OTHER = [("kv_cache_dtype", "bfloat16"), ("model", "large"), ("speculation", Fal
 @pytest.mark.parametrize(("field", "value"), OTHER)
 def test_another_kind_of_engine_is_refused_before_any_byte_moves(field, value):
     pair = Pair(decode={field: value})
-    message = f"engine d cannot exchange KV with p: {field} is {value!r} there and {getattr(pair.p, field)!r} here"
+    message = f"engine d cannot exchange KV with p: {field} is {value!r} at d and {getattr(pair.p, field)!r} at p"
     pair.refused(pair.consumer.fetch(pair.offer(), pair.into), message)
 
 

@@ -41,7 +41,7 @@ def test_a_peer_that_differs_is_refused_by_name(field):
     with pytest.raises(ConfigError) as error:
         check_compatible(MINE, theirs)
     mine, other = getattr(MINE, field), OTHER[field]
-    assert str(error.value) == f"engine p cannot exchange KV with d: {field} is {other!r} there and {mine!r} here"
+    assert str(error.value) == f"engine p cannot exchange KV with d: {field} is {other!r} at p and {mine!r} at d"
 
 
 def test_layouts_may_differ_but_must_be_possible():

@@ -1,0 +1,145 @@
+"""A prefill and a decode engine in processes of their own, and one front before them, for ``serve``.
+
+Each engine is a server on a port of this machine. It is started with a job on its standard input, answers with its URL,
+and ends when that input does: with whoever started it, however that ends.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from glmjax.errors import ConfigError, GlmjaxError
+from glmjax.options import EngineOptions
+from glmjax.serving.front import FrontOptions, Pair, build_front
+from glmjax.serving.server import Server
+
+CLOSE_SECONDS = 20
+HOST_OPTIONS = ("hisparse_host_gib", "hisparse_buffer", "hisparse_reads")
+
+
+class EngineProcess:
+    """An engine that serves in a process of its own.
+
+    Attributes:
+      url: where, once ``ready`` has returned.
+    """
+
+    def __init__(self, job: Mapping[str, Any], environment: Mapping[str, str]):
+        self.role: str = job["options"]["role"]
+        self.url = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "glmjax.engine_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TTY_COMPATIBLE": "0", **environment},  # two progress bars would garble each other
+            start_new_session=True,  # Ctrl-C is for who started it, who then closes it
+        )
+        self._input.write(json.dumps(job) + "\n")
+        self._input.flush()
+
+    def ready(self) -> None:
+        """Waits until it serves. GlmjaxError if it cannot, as it says."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        answer = json.loads(line) if line else {"error": f"it ended with exit code {self.process.wait()}"}
+        if "error" in answer:
+            raise GlmjaxError(f"{self.role} engine: {answer['error']}")
+        self.url = answer["url"]
+
+    def close(self) -> None:
+        """Asks it to end, and makes it."""
+        self._input.close()
+        try:
+            self.process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def _input(self) -> IO[str]:
+        assert self.process.stdin is not None
+        return self.process.stdin
+
+
+def start_pair(model: str, options: EngineOptions, http: Mapping[str, Any]) -> tuple[EngineProcess, EngineProcess]:
+    """Starts both engines side by side and waits until they serve.
+
+    Args:
+      options: with ``prefill`` and ``decode``.
+      http: keyword arguments of ``glmjax.serve`` for both: model name and key.
+
+    Raises:
+      GlmjaxError: one does not start, as it says; the other is ended then.
+    """
+    prefill, decode = options.prefill, options.decode
+    assert prefill is not None and decode is not None
+    devices = _gpus(prefill.num_devices, decode.num_devices)
+    engines = []
+    try:
+        for role, visible in zip(("prefill", "decode"), devices, strict=True):
+            own = for_role(options, role)
+            job = {"model": model, "options": own, "http": dict(http)}
+            environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
+            engines.append(EngineProcess(job, environment))
+        for engine in engines:
+            engine.ready()
+    except BaseException:
+        close_all(engines)
+        raise
+    first, second = engines
+    return first, second
+
+
+def close_all(engines: Sequence[EngineProcess]) -> None:
+    """Ends them side by side."""
+    closing = [threading.Thread(target=engine.close) for engine in engines]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+
+
+def serve_pair(
+    model: str, host: str, port: int, options: EngineOptions, http: Mapping[str, Any], api_keys: Sequence[str]
+) -> Server:
+    """Both engines, and a server before them that ends them when it closes."""
+    engines = start_pair(model, options, http)
+    pair = Pair(*(engine.url for engine in engines))
+    front = FrontOptions(
+        min_prefill_tokens=options.min_prefill_tokens, on_failure=options.kv_load_failure_policy, api_keys=api_keys
+    )
+    try:
+        return Server(build_front(lambda body: pair, front), host, port, on_close=lambda: close_all(engines))
+    except BaseException:
+        close_all(engines)
+        raise
+
+
+def for_role(options: EngineOptions, role: str) -> dict[str, Any]:
+    """Options of one engine of a pair, ready for JSON. KV rows in host memory are the decode engine's."""
+    layout = options.prefill if role == "prefill" else options.decode
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    for name in ("prefill", "decode", *(HOST_OPTIONS if role == "prefill" else ())):
+        del given[name]
+    return given | {"layout": str(layout), "role": role, "connector_port": 0}
+
+
+def _gpus(*counts: int) -> list[list[str] | None]:
+    """The GPUs that each engine sees; None where there are none. ConfigError if there are known to be too few."""
+    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg")):
+        return [None] * len(counts)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(n) for n in range(sum(counts))] if given is None else [n for n in given.split(",") if n]
+    if len(names) < sum(counts):
+        raise ConfigError(
+            f"two engines need {sum(counts)} GPUs, and CUDA_VISIBLE_DEVICES={given} has {len(names)}: name more, or "
+            "let one process serve both layouts with connector='local'"
+        )
+    ends = [sum(counts[: place + 1]) for place in range(len(counts))]
+    return [names[end - count : end] for end, count in zip(ends, counts, strict=True)]
