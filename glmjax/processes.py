@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import IO, Any
 
 from glmjax.errors import ConfigError, GlmjaxError
@@ -87,8 +88,11 @@ def start_pair(model: str, options: EngineOptions, http: Mapping[str, Any]) -> t
             job = {"model": model, "options": own, "http": dict(http)}
             environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
             engines.append(EngineProcess(job, environment))
-        for engine in engines:
-            engine.ready()
+        with ThreadPoolExecutor(len(engines)) as pool:
+            for ended in as_completed([pool.submit(engine.ready) for engine in engines]):
+                if ended.exception() is not None:
+                    close_all(engines)  # so that nobody waits for the other
+                ended.result()
     except BaseException:
         close_all(engines)
         raise
