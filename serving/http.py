@@ -29,7 +29,7 @@ from glmjax.serving.metrics import CONTENT_TYPE, Metrics
 from glmjax.serving.parsers import Parser, keeps_tags
 from glmjax.serving.stream import Generation, Mailbox
 from glmjax.serving.tokenizer import Tokenizer
-from glmjax.serving.transfer.params import Role, read_params
+from glmjax.serving.transfer.params import Role, from_params, read_params
 from glmjax.serving.writers import ChatWriter, CompletionWriter, Tally, Writer
 from glmjax.types import SamplingParams
 
@@ -236,19 +236,21 @@ class _Api:
         """A call as asked, and token ids and texts of its prompts."""
         body = await asgi.read_body(request, self._options.max_body_bytes)
         asked = protocol.decode(body, protocol.CompletionRequest, check=protocol.refuse_unsupported)
-        self._check_model(asked.model)
-        sampling = protocol.completion_sampling(asked, self._options.sampling_defaults)
-        prompts = protocol.prompts_of(asked.prompt)
-        return asked, sampling, *await asgi.off_loop(len(body), self._prepare_prompts, prompts, bool(asked.echo))
+        with self._giving_up(asked):
+            self._check_model(asked.model)
+            sampling = protocol.completion_sampling(asked, self._options.sampling_defaults)
+            prompts = protocol.prompts_of(asked.prompt)
+            return asked, sampling, *await asgi.off_loop(len(body), self._prepare_prompts, prompts, bool(asked.echo))
 
     async def _chat_call(self, request: Request) -> tuple[protocol.ChatRequest, SamplingParams, str, list[int]]:
         """A call as asked, and text and token ids of its conversation."""
         body = await asgi.read_body(request, self._options.max_body_bytes)
         asked = protocol.decode(body, protocol.ChatRequest, check=protocol.refuse_unsupported)
-        self._check_model(asked.model)
-        protocol.check_chat(asked)
-        sampling = protocol.chat_sampling(asked, self._options.sampling_defaults)
-        return asked, sampling, *await asgi.off_loop(len(body), self._prepare_chat, asked)
+        with self._giving_up(asked):
+            self._check_model(asked.model)
+            protocol.check_chat(asked)
+            sampling = protocol.chat_sampling(asked, self._options.sampling_defaults)
+            return asked, sampling, *await asgi.off_loop(len(body), self._prepare_chat, asked)
 
     def _uncached(
         self, asked: protocol.GenerateRequest, sampling: SamplingParams, token_ids: Sequence[list[int]]
@@ -308,25 +310,26 @@ class _Api:
             raise RequestError("kv_transfer_params with do_remote_decode needs stream=false", "kv_transfer_params")
         given = asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
         name = f"{writer.prefix}-{given}"
-        generation = Generation(self._engine, self._admit())
-        try:
-            for place, (ids, text, (send, offer)) in enumerate(zip(token_ids, texts, transfers, strict=True)):
-                transfer = {"send": send, "offer": offer} if self._options.role else {}
-                generation.submit(
-                    ids,
-                    sampling,
-                    name if len(token_ids) == 1 else f"{name}-{place}",
-                    prompt=text,
-                    priority=asked.priority or 0,
-                    cache_salt=asked.cache_salt,
-                    watch=self._metrics.watch(sampling),
-                    **transfer,
-                )
-        except BaseException as error:
-            generation.close()
-            if isinstance(writer, ChatWriter) and isinstance(error, RequestError) and error.param == "prompt":
-                raise RequestError(str(error), "messages") from None
-            raise
+        with self._giving_up(asked):
+            generation = Generation(self._engine, self._admit())
+            try:
+                for place, (ids, text, (send, offer)) in enumerate(zip(token_ids, texts, transfers, strict=True)):
+                    transfer = {"send": send, "offer": offer} if self._options.role else {}
+                    generation.submit(
+                        ids,
+                        sampling,
+                        name if len(token_ids) == 1 else f"{name}-{place}",
+                        prompt=text,
+                        priority=asked.priority or 0,
+                        cache_salt=asked.cache_salt,
+                        watch=self._metrics.watch(sampling),
+                        **transfer,
+                    )
+            except BaseException as error:
+                generation.close()
+                if isinstance(writer, ChatWriter) and isinstance(error, RequestError) and error.param == "prompt":
+                    raise RequestError(str(error), "messages") from None
+                raise
         reply = replies.Reply(
             id=name,
             object=writer.chunk_object if asked.stream else writer.whole_object,
@@ -349,6 +352,20 @@ class _Api:
         finally:
             generation.close()
         return asgi.json_response(reply)
+
+    @contextlib.contextmanager
+    def _giving_up(self, asked: protocol.GenerateRequest) -> Iterator[None]:
+        """If a call is refused, tells the engines that offered its KV, which would keep it until the lease runs out."""
+        try:
+            yield
+        except BaseException as error:
+            handoff, params = self._engine.scheduler.ranks[0].handoff, asked.kv_transfer_params
+            if handoff is not None:
+                with contextlib.suppress(RequestError):  # what is no offer cannot be given up
+                    for offer in map(from_params, params if isinstance(params, list) else [params]):
+                        if offer is not None:
+                            handoff.connector.failed(offer, str(error))
+            raise
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

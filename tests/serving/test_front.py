@@ -327,6 +327,15 @@ def test_an_offer_for_a_shorter_prompt_is_refused(house):
     params = offered(house, LONG[:20])
     answer = decoded(house, LONG, params)
     assert answer.status_code == 400 and "20 tokens is offered for a prompt of 40" in answer.json()["error"]["message"]
+    house.all_returned(seconds=3)  # the lease would last for longer
+
+
+@pytest.mark.parametrize("more", [{"max_tokens": 100000}, {"stop_token_ids": [-1]}])
+def test_the_offer_of_a_call_that_is_refused_is_given_up(house, more):
+    params = offered(house, LONG)
+    body = {"prompt": LONG, "kv_transfer_params": params, **more}
+    assert httpx.post(house.servers[1].url + "/v1/completions", json=body, timeout=30).status_code == 400
+    house.all_returned(seconds=3)
 
 
 def test_an_offer_is_not_made_in_a_stream(house):
