@@ -226,7 +226,9 @@ def serve(
             "api_key": keys or None,
             "max_num_queued_requests": max_num_queued_requests,
         }
-        server = serve_pair(str(find_model(model)), host, port, settings, of_both, keys)
+        server, pair = serve_pair(str(model), host, port, settings, of_both, keys)
+        if block:
+            sys.stdout.write(f"Prefill engine on {pair.prefill}, decode engine on {pair.decode}\n")
         return _until_interrupted(server, names, keys, block)
     if jax.process_count() > 1:
         raise ConfigError(
@@ -247,7 +249,8 @@ def serve(
     )
     llm.engine.start()
     try:
-        server = Server(build_app(llm.engine, llm.tokenizer, http), host, port, on_close=llm.close)
+        app = build_app(llm.engine, llm.tokenizer, http)
+        server = Server(app, host, port, on_close=llm.close, fault=lambda: llm.engine.fault)
     except BaseException:
         llm.close()
         raise

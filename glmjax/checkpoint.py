@@ -7,13 +7,13 @@
 A folder that is written appears whole or not at all.
 """
 
+import contextlib
 import hashlib
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,17 @@ from glmjax.config import GLMConfig
 from glmjax.errors import CheckpointError, ConfigError
 from glmjax.hf_read import HFReader
 from glmjax.hf_write import write_hf
+from glmjax.orbax_io import FOLDER as ORBAX_FOLDER
 from glmjax.orbax_io import OrbaxReader, is_orbax, write_orbax
 from glmjax.params import Params, num_bytes
+from glmjax.safetensors_io import list_tensors
 from glmjax.sharding.layout import Layout
 from glmjax.sharding.partition import param_specs
 from glmjax.staging import staged_folder
 
 DTYPES = ("float32", "bfloat16", "float16")
-SAMPLE_BYTES = 1 << 16  # of a file's start, middle and end, which name its content
+SAMPLE_BYTES = 256  # at so many places of a tensor, or of an Orbax file, where layers are stacked:
+SAMPLES, ORBAX_SAMPLES = 4, 1024
 MAX_SHARD_BYTES = 5e9
 # What belongs to a model besides its weights and config.json, copied by ``convert``.
 SIDE_FILES = (
@@ -48,20 +51,29 @@ SIDE_FILES = (
 
 
 def weights_name(path: str | Path) -> str:
-    """A name for the weights in a folder that copies of it share, in hexadecimal; samples of each file are read.
+    """A name for the weights in a folder, which copies of it share, in hexadecimal.
 
-    One model in two formats, or cut into other files, has two names.
+    Samples of every tensor make it, so it takes a moment; a model in two formats has two names.
+
+    Raises:
+      CheckpointError: a file is missing or damaged.
     """
-    folder = Path(path)
-    files = sorted(folder.glob("*.safetensors")) or sorted(f for f in folder.rglob("*") if f.is_file())
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(folder).as_posix()} {size}\n".encode())
-        with file.open("rb") as data:
-            for start in (0, size // 2, max(0, size - SAMPLE_BYTES)):
-                data.seek(start)
-                digest.update(data.read(SAMPLE_BYTES))
+    folder, digest = Path(path), hashlib.sha256()
+    if is_orbax(folder):
+        # Arrays are folders; the files beside them say when they were written.
+        files = sorted(file for file in (folder / ORBAX_FOLDER).glob("*/**/*") if file.is_file())
+        parts = [(f"{file.relative_to(folder)}", file, 0, file.stat().st_size, ORBAX_SAMPLES) for file in files]
+    else:
+        tensors = sorted(list_tensors(folder).items())
+        parts = [(f"{name} {t.code} {t.shape}", t.file, t.start, t.num_bytes, SAMPLES) for name, t in tensors]
+    with contextlib.ExitStack() as stack:
+        opened: dict[Path, BinaryIO] = {}
+        for title, file, start, size, count in parts:
+            data = opened.get(file) or opened.setdefault(file, stack.enter_context(file.open("rb")))
+            digest.update(f"{title} {size}\n".encode())
+            for place in range(count):
+                data.seek(start + max(0, size - SAMPLE_BYTES) * place // (count - 1))
+                digest.update(data.read(min(SAMPLE_BYTES, size)))
     return digest.hexdigest()[:32]
 
 
@@ -210,7 +222,7 @@ def _open(path: str | Path, dtype: np.dtype[Any], *, mtp: bool) -> HFReader | Or
     return (OrbaxReader if is_orbax(folder) else HFReader)(folder, config, dtype, mtp=mtp)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _progress_bar(title: str, total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
     if not (sys.stderr.isatty() if wanted is None else wanted):
         yield lambda num: None

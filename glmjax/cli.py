@@ -184,7 +184,7 @@ def proxy(
     prefill_timeout: Annotated[float, typer.Option(help="Seconds that a prompt may take.")] = 600.0,
 ) -> None:
     """Serve OpenAI's HTTP API with a prefill and a decode engine that run elsewhere."""
-    from glmjax.serving.front import FrontOptions, Pair, build_front
+    from glmjax.serving.front import FrontOptions, Pair, build_front, one_pair
     from glmjax.serving.server import Server
 
     pair = Pair(_url("PREFILL", prefill), _url("DECODE", decode))
@@ -192,9 +192,9 @@ def proxy(
         min_prefill_tokens=min_prefill_tokens,
         on_failure=kv_load_failure_policy.value,
         prefill_timeout=prefill_timeout,
-        api_keys=[api_key] if api_key else (),
+        api_keys=() if api_key is None else [api_key],
     )
-    server = Server(build_front(lambda body: pair, options), host, port)
+    server = Server(build_front(one_pair(pair), options), host, port)
     typer.echo(f"Serving {pair.prefill} and {pair.decode} on {server.url}")
     server.wait()
 

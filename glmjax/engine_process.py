@@ -26,8 +26,12 @@ def main() -> None:
         raise SystemExit(2) from None
     serving.set()
     _say(reply, url=server.url)
-    over.wait()
+    while not over.wait(1.0):
+        if fault := server.fault():
+            sys.stderr.write(f"{job['options']['role']} engine: {fault}\n")
+            break
     server.close()
+    raise SystemExit(1 if server.fault() else 0)
 
 
 def _serve(job: dict[str, Any]) -> Any:

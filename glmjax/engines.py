@@ -177,13 +177,14 @@ def build_pair(
     hub: Hub = {}
     engines, config = [], None
     loaded = None
+    settings = Settings(lease_seconds=float(options.lease_seconds))
     for name, layout, first in (("prefill", prefill, 0), ("decode", decode, prefill.num_devices)):
         mesh = None if shared else layout.mesh(devices[first:])
         if loaded is None or not shared:
             loaded = _load(path, options, layout, mesh)
         config, params = loaded
-        own = dataclasses.replace(options, layout=layout, prefill=None, decode=None)
-        peers = Peers(f"{name}-{uuid.uuid4().hex[:12]}", "local", str(path.resolve()), hub)
+        peers = Peers(f"{name}-{uuid.uuid4().hex[:12]}", "local", str(path.resolve()), hub, settings)
+        own = options.of_engine(name)
         engines.append(build_engine(config, params, tokenizer, own, eos_ids, mesh=mesh, peers=peers))
     assert config is not None
     first_engine, second_engine = engines

@@ -163,10 +163,10 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be left at None without the other of prefill and decode, got {value!r}")
         if self.prefill is not None and self.layout != ONE_DEVICE:
             raise ConfigError(f"layout must be left out where prefill and decode have their own, got {self.layout!r}")
-        if self.prefill is not None and self.host_gib is not None:
+        if self.prefill is not None and self.kv_offload is not None:
             raise ConfigError(
-                "prefill must be left at None with KV rows in host memory: this version does not hand over requests "
-                f"whose rows are in two tiers, got {self.prefill!r}"
+                "kv_offload must be left at None with prefill and decode: of engines with KV in host memory only those "
+                f"with HiSparse take it from others, got {self.kv_offload!r}"
             )
 
     def _check_connector(self) -> None:
@@ -177,7 +177,18 @@ class EngineOptions:
         _whole("connector_port", self.connector_port, least=0)
         if self.connector_port > 65535:
             raise ConfigError(f"connector_port must be in [0, 65535], got {self.connector_port}")
+        if self.connector_host in ("0.0.0.0", "::", ""):
+            raise ConfigError(
+                f"connector_host={self.connector_host!r} is no address that other engines could reach: give this host's"
+            )
         if self.role is None:
+            of_roles = ["connector_host", "connector_port"]
+            if self.prefill is None:
+                of_roles += ["connector", "lease_seconds"]
+            for field in dataclasses.fields(self):
+                value = getattr(self, field.name)
+                if field.name in of_roles and value != field.default:
+                    raise ConfigError(f"{field.name} must be left at {field.default!r} without role, got {value!r}")
             return
         _one_of("role", self.role, ("prefill", "decode"))
         if self.prefill is not None:
@@ -189,6 +200,15 @@ class EngineOptions:
                 f"role must be left at None with KV rows in host memory, but for HiSparse of a decode engine, got "
                 f"{self.role!r}"
             )
+
+    def of_engine(self, name: str) -> "EngineOptions":
+        """Options of one engine of a pair, "prefill" or "decode". HiSparse is the decode engine's."""
+        changes: dict[str, Any] = {"layout": getattr(self, name), "role": name, "prefill": None, "decode": None}
+        if name == "prefill":
+            changes |= {"hisparse_host_gib": None, "hisparse_buffer": None}
+        if self.connector == "local":
+            changes["connector"] = "auto"
+        return dataclasses.replace(self, **changes)
 
     @property
     def host_gib(self) -> float | None:

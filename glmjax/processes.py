@@ -4,7 +4,9 @@ Each engine is a server on a port of this machine. It is started with a job on i
 and ends when that input does: with whoever started it, however that ends.
 """
 
+import contextlib
 import dataclasses
+import glob
 import json
 import os
 import subprocess
@@ -16,11 +18,10 @@ from typing import IO, Any
 
 from glmjax.errors import ConfigError, GlmjaxError
 from glmjax.options import EngineOptions
-from glmjax.serving.front import FrontOptions, Pair, build_front
+from glmjax.serving.front import FrontOptions, Pair, build_front, one_pair
 from glmjax.serving.server import Server
 
 CLOSE_SECONDS = 20
-HOST_OPTIONS = ("hisparse_host_gib", "hisparse_buffer", "hisparse_reads")
 
 
 class EngineProcess:
@@ -41,8 +42,9 @@ class EngineProcess:
             env={**os.environ, "TTY_COMPATIBLE": "0", **environment},  # two progress bars would garble each other
             start_new_session=True,  # Ctrl-C is for who started it, who then closes it
         )
-        self._input.write(json.dumps(job) + "\n")
-        self._input.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and ``ready`` says so
+            self._input.write(json.dumps(job) + "\n")
+            self._input.flush()
 
     def ready(self) -> None:
         """Waits until it serves. GlmjaxError if it cannot, as it says."""
@@ -55,12 +57,19 @@ class EngineProcess:
 
     def close(self) -> None:
         """Asks it to end, and makes it."""
-        self._input.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
         try:
             self.process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+    @property
+    def ended(self) -> str | None:
+        """How it ended; None while it runs."""
+        code = self.process.poll()
+        return None if code is None else f"the {self.role} engine has ended with exit code {code}"
 
     @property
     def _input(self) -> IO[str]:
@@ -84,17 +93,14 @@ def start_pair(model: str, options: EngineOptions, http: Mapping[str, Any]) -> t
     engines = []
     try:
         for role, visible in zip(("prefill", "decode"), devices, strict=True):
-            own = for_role(options, role)
-            job = {"model": model, "options": own, "http": dict(http)}
+            job = {"model": model, "options": for_role(options, role), "http": dict(http)}
             environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
             engines.append(EngineProcess(job, environment))
-        with ThreadPoolExecutor(len(engines)) as pool:
-            for ended in as_completed([pool.submit(engine.ready) for engine in engines]):
-                if ended.exception() is not None:
-                    close_all(engines)  # so that nobody waits for the other
-                ended.result()
+        pool = ThreadPoolExecutor(len(engines))
+        for ended in as_completed([pool.submit(engine.ready) for engine in engines]):
+            ended.result()
     except BaseException:
-        close_all(engines)
+        close_all(engines)  # which ends the threads that wait for them, too
         raise
     first, second = engines
     return first, second
@@ -111,39 +117,46 @@ def close_all(engines: Sequence[EngineProcess]) -> None:
 
 def serve_pair(
     model: str, host: str, port: int, options: EngineOptions, http: Mapping[str, Any], api_keys: Sequence[str]
-) -> Server:
+) -> tuple[Server, Pair]:
     """Both engines, and a server before them that ends them when it closes."""
     engines = start_pair(model, options, http)
     pair = Pair(*(engine.url for engine in engines))
     front = FrontOptions(
         min_prefill_tokens=options.min_prefill_tokens, on_failure=options.kv_load_failure_policy, api_keys=api_keys
     )
+    needed = engines if options.kv_load_failure_policy == "fail" else engines[1:]
+
+    def fault() -> str | None:
+        return next(filter(None, (engine.ended for engine in needed)), None)
+
     try:
-        return Server(build_front(lambda body: pair, front), host, port, on_close=lambda: close_all(engines))
+        app = build_front(one_pair(pair), front)
+        server = Server(app, host, port, on_close=lambda: close_all(engines), fault=fault)
     except BaseException:
         close_all(engines)
         raise
+    return server, pair
 
 
 def for_role(options: EngineOptions, role: str) -> dict[str, Any]:
-    """Options of one engine of a pair, ready for JSON. KV rows in host memory are the decode engine's."""
-    layout = options.prefill if role == "prefill" else options.decode
-    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-    for name in ("prefill", "decode", *(HOST_OPTIONS if role == "prefill" else ())):
-        del given[name]
-    return given | {"layout": str(layout), "role": role, "connector_port": 0}
+    """Options of one engine of a pair, ready for JSON."""
+    own = options.of_engine(role)
+    names = {field.name for field in dataclasses.fields(own)} - {"prefill", "decode"}
+    return {name: getattr(own, name) for name in sorted(names)} | {"layout": str(own.layout)}
 
 
 def _gpus(*counts: int) -> list[list[str] | None]:
-    """The GPUs that each engine sees; None where there are none. ConfigError if there are known to be too few."""
-    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg")):
-        return [None] * len(counts)
+    """The GPUs that each engine sees; None where none are used. ConfigError if there are too few."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    found = len(glob.glob("/dev/nvidia[0-9]*")) or os.path.exists("/dev/dxg")
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(n) for n in range(sum(counts))] if given is None else [n for n in given.split(",") if n]
+    if not found or (platforms and not {"cuda", "gpu"} & set(platforms.split(","))) or given in ("", "-1"):
+        return [None] * len(counts)
+    names = [str(n) for n in range(found)] if given is None else [n for n in given.split(",") if n]
     if len(names) < sum(counts):
         raise ConfigError(
-            f"two engines need {sum(counts)} GPUs, and CUDA_VISIBLE_DEVICES={given} has {len(names)}: name more, or "
-            "let one process serve both layouts with connector='local'"
+            f"two engines need {sum(counts)} GPUs, and this process sees {len(names)} ({', '.join(names)}): let one "
+            "process serve both layouts with connector='local', or set JAX_PLATFORMS=cpu to simulate devices"
         )
     ends = [sum(counts[: place + 1]) for place in range(len(counts))]
     return [names[end - count : end] for end, count in zip(ends, counts, strict=True)]

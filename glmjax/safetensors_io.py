@@ -105,7 +105,7 @@ class TensorFiles:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self.tensors = _list_tensors(self.folder)
+        self.tensors = list_tensors(self.folder)
         self._maps: dict[Path, mmap.mmap] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -136,7 +136,7 @@ class TensorFiles:
         return self._maps[file]
 
 
-def _list_tensors(folder: Path) -> dict[str, TensorInfo]:
+def list_tensors(folder: Path) -> dict[str, TensorInfo]:
     index = folder / INDEX_FILE
     if not index.exists():
         if not (folder / SINGLE_FILE).exists():

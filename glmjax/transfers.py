@@ -74,6 +74,9 @@ class Transfers:
       cache, host: abstract pools of all devices, placed where they will be.
       mesh: of the layout, None for one device.
       most: pages that a program copies.
+
+    Attributes:
+      compiler_options: as given.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Transfers:
         compiler_options: dict[str, Any] | None = None,
     ):
         self.most, self._ranks, self._sharding = most, layout.dp, None
+        self.compiler_options = compiler_options
         kv, rows = cache_spec(layout), batch_spec(layout)
 
         def write(cache: KVCache, host: jax.Array, moves: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,7 +34,14 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, kind: str, param: str | None, code: str) -> None:
         super().__init__(message)
         self.status = status
-        self.body = replies.error(message, kind, param, code)
+        self.body: Any = replies.error(message, kind, param, code)
+
+    @classmethod
+    def relayed(cls, status: int, body: bytes) -> "ApiError":
+        """What another server has answered, as it is."""
+        error = cls(status, "", "", None, "")
+        error.body = msgspec.Raw(body)
+        return error
 
 
 class HungUpError(Exception):
@@ -102,12 +109,12 @@ class EventStream(Response):
 
     Args:
       events: closed in the end, whatever happens.
-      close: called in the end, even if no event was ever asked for.
+      close: called in the end, even if no event was ever asked for; awaited if it asks for it.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], close: Callable[[], Awaitable[None] | None]) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -118,7 +125,9 @@ class EventStream(Response):
             with contextlib.suppress(HungUpError, OSError):
                 await while_connected(receive, self._send(send))
         finally:
-            self._close()
+            closing = self._close()
+            if closing is not None:
+                await closing
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

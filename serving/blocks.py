@@ -36,6 +36,11 @@ def extend_digests(digests: list[bytes], token_ids: Sequence[int], block_size: i
         digests.append(next_digest(parent, block))
 
 
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """Name of a whole prompt, in hexadecimal."""
+    return next_digest(root_digest(), token_ids).hex()
+
+
 class BlockPool:
     """Leases blocks, counts their holders and finds cached ones by digest."""
 
@@ -70,12 +75,6 @@ class BlockPool:
                 break
             blocks.append(block)
         return blocks
-
-    def num_cached_tokens(self, token_ids: Sequence[int], salt: str | None = None) -> int:
-        """Leading tokens of a prompt whose blocks are cached.  Takes no lease; may be called from any thread."""
-        digests: list[bytes] = []
-        extend_digests(digests, token_ids, self.block_size, salt)
-        return len(self.match(digests)) * self.block_size
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of ``blocks`` have no holder, so that sharing them takes them from the free ones."""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
+from glmjax.serving.blocks import extend_digests
 from glmjax.serving.handoff import Handoff
 from glmjax.serving.plan import Chunk, Handover, Move, Plan, Results
 from glmjax.serving.request import Request, Update
@@ -19,7 +20,7 @@ from glmjax.serving.transfer.interface import Offer
 
 
 class DataParallelScheduler:
-    """The interface of ``Scheduler`` over several; a new request goes to the least loaded one."""
+    """The interface of ``Scheduler`` over several; see ``best_rank`` for where a new request goes."""
 
     def __init__(
         self,
@@ -60,7 +61,9 @@ class DataParallelScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request at a rank."""
-        rank = min(range(len(self.ranks)), key=lambda r: (self.ranks[r].load, r))
+        if self.config.enable_prefix_caching:
+            extend_digests(request.digests, request.token_ids, self.config.block_size, request.cache_salt)
+        rank, _ = best_rank(self.ranks, request.digests)
         self.ranks[rank].add(request)
         self._rank_of[request.request_id] = rank
 
@@ -131,6 +134,27 @@ class DataParallelScheduler:
             mine = {request_id for request_id, r in self._rank_of.items() if r == rank}
             if mine != {r.request_id for r in (*scheduler.running, *scheduler.waiting)}:
                 raise AssertionError(f"data parallelism: rank {rank} has lost or kept a request")
+
+
+def best_rank(ranks: Sequence[Scheduler], digests: Sequence[bytes]) -> tuple[int, int]:
+    """The rank for a prompt, and how many of its blocks are cached there.
+
+    The one with most of them, if it has not much more to do than the least loaded one; then the least loaded one.
+    """
+    cached = [len(rank.pool.match(digests)) for rank in ranks]
+    load = [rank.load for rank in ranks]
+    most = min(load) + max(1, ranks[0].config.max_num_seqs // 2)
+    chosen = min(range(len(ranks)), key=lambda r: (load[r] > most, -cached[r] if load[r] <= most else 0, load[r], r))
+    return chosen, cached[chosen]
+
+
+def num_cached_tokens(ranks: Sequence[Scheduler], token_ids: Sequence[int], salt: str | None = None) -> int:
+    """Leading tokens of a prompt that are cached where it would go now.  May be called from any thread."""
+    digests: list[bytes] = []
+    size = ranks[0].config.block_size
+    if ranks[0].config.enable_prefix_caching:
+        extend_digests(digests, token_ids, size, salt)
+    return best_rank(ranks, digests)[1] * size
 
 
 def _of_rank(moves: Iterable[Move], rank: int) -> tuple[Move, ...]:

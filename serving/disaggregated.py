@@ -10,12 +10,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from glmjax.serving.data_parallel import num_cached_tokens
 from glmjax.serving.engine import Engine
 from glmjax.serving.handle import OnOutput, RequestHandle
 from glmjax.serving.handoff import OnFailure
 from glmjax.serving.request import OutputDelta
 from glmjax.serving.transfer.params import from_params
 from glmjax.types import SamplingParams
+
+DRAIN_POLL = 0.01  # seconds between looks whether all is done
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
@@ -38,6 +41,7 @@ class DisaggregatedEngine:
         self._lock = threading.Lock()
         self._prompts: dict[str, str] = {}  # request -> the prefill engine's request for it
         self._numbers = 0
+        self._threaded = False
 
     @property
     def scheduler(self) -> Any:
@@ -63,6 +67,11 @@ class DisaggregatedEngine:
     @property
     def healthy(self) -> bool:
         return self.prefill.healthy and self.decode.healthy
+
+    @property
+    def fault(self) -> str | None:
+        """Why no requests are served any more, if that is for good: without ``prefill`` prompts are computed here."""
+        return self.decode.fault or (self.prefill.fault if self.on_failure == "fail" else None)
 
     def step(self) -> None:
         """A step of either engine that has something to do."""
@@ -97,7 +106,7 @@ class DisaggregatedEngine:
             held=True,
         )
         ids = handle.output.prompt_token_ids
-        cached = max(rank.pool.num_cached_tokens(ids, cache_salt) for rank in self.decode.scheduler.ranks)
+        cached = num_cached_tokens(self.decode.scheduler.ranks, ids, cache_salt)
         if len(ids) - 1 - cached < max(1, self.min_remote_tokens):
             self.decode.go_on(handle.request_id)
             return handle
@@ -137,20 +146,22 @@ class DisaggregatedEngine:
 
     def start(self) -> None:
         """Step both, each in a thread of its own."""
+        self._threaded = True
         self.prefill.start()
         self.decode.start()
 
     def close(self, drain: bool = False) -> None:
         """See ``Engine.close``."""
-        if drain:
-            while self.prefill.has_work and self.prefill.healthy:
+        while drain and self.has_work and self.healthy:
+            if self._threaded:
+                threading.Event().wait(DRAIN_POLL)
+            else:
                 self.step()
-        self.prefill.close()
+        self.prefill.close(keep_connector=True)
         self.decode.close(drain)
-        for engine in (self.prefill, self.decode):
-            for scheduler in engine.scheduler.ranks:
-                if scheduler.handoff is not None:
-                    scheduler.handoff.connector.close()
+        for scheduler in self.prefill.scheduler.ranks[:1]:
+            if scheduler.handoff is not None:
+                scheduler.handoff.connector.close()
 
     def _prompt_is_computed(self, request_id: str, last: OutputDelta) -> None:
         """In the prefill engine's thread: the request goes on, with an offer if there is one."""

@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import itertools
 import logging
-import operator
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -26,12 +25,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from glmjax.errors import RequestError
+from glmjax.serving.blocks import prompt_digest
 from glmjax.serving.clock import Clock
 from glmjax.serving.data_parallel import DataParallelScheduler
 from glmjax.serving.detokenize import TextStream, special_ids
 from glmjax.serving.handle import EngineError, OnOutput, RequestHandle
 from glmjax.serving.plan import Plan, Runner
 from glmjax.serving.request import Request, Update
+from glmjax.serving.request_check import check_request
 from glmjax.serving.scheduler import Scheduler
 from glmjax.serving.transfer.interface import Offer
 from glmjax.serving.transfer.params import PARAM, to_params
@@ -39,7 +40,7 @@ from glmjax.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-TRANSFER_POLL = 0.001  # seconds between looks at transfers while there is nothing else to do
+TRANSFER_POLL = 0.001, 0.05  # seconds between looks at transfers while there is nothing else to do: at first, at most
 LEASE_POLL = 0.2  # seconds between looks at leases while there are no requests
 
 _COUNTERS = ("prompt_tokens", "cached_tokens", "generation_tokens")
@@ -77,6 +78,7 @@ class Engine:
         self._in_flight: tuple[Plan, Any] | None = None  # started, results not entered
         self._leaving: dict[str, tuple[RequestHandle, int, Update, str]] = {}  # their last delta waits for an offer
 
+        self._poll = TRANSFER_POLL[0]
         self._wake = threading.Condition()  # guards what follows
         self._seeds = random.Random(seed)
         self._serial = itertools.count()
@@ -101,6 +103,7 @@ class Engine:
             self._note_scheduled(plan)
             before, self._in_flight = self._in_flight, None
             if not plan.is_empty:
+                self._poll = TRANSFER_POLL[0]
                 self._in_flight = plan, self.runner.start(plan)
             if before is not None:
                 plan, started = before
@@ -120,6 +123,11 @@ class Engine:
     def healthy(self) -> bool:
         """Whether requests are accepted."""
         return self._error is None and not self._closing
+
+    @property
+    def fault(self) -> str | None:
+        """Why it serves no requests any more, if that is for good."""
+        return None if self._error is None else f"the engine has failed: {self._error}"
 
     def stats(self) -> dict[str, int]:
         """Gauges and counters, the runner's included.  May be called from any thread."""
@@ -156,11 +164,8 @@ class Engine:
         """
         arrival = self.clock.monotonic()
         prompt_ids, max_tokens = self.check_request(prompt_token_ids, sampling)
-        if offer is not None and offer.num_tokens < len(prompt_ids) - 1:
-            raise RequestError(
-                f"{PARAM}: the KV of {offer.num_tokens} tokens is offered for a prompt of {len(prompt_ids)} tokens",
-                PARAM,
-            )
+        if offer is not None:
+            offer = _for_prompt(offer, prompt_ids)
         streams = [self._text_stream(sampling) for _ in range(sampling.n)]
         with self._wake:
             self._refuse_if_down()
@@ -201,7 +206,8 @@ class Engine:
                 self._command(functools.partial(self._abort, handle))
                 return True
             self._held.remove(request_id)
-            handle.requests[0].offer = offer
+            request = handle.requests[0]
+            request.offer = None if offer is None else _for_prompt(offer, request.prompt_ids)
             self._command(functools.partial(self._admit, handle))
             return True
 
@@ -227,8 +233,11 @@ class Engine:
                 self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
                 self._thread.start()
 
-    def close(self, drain: bool = False) -> None:
-        """Finish (``drain``) or abort what is there, stop the thread and close the runner."""
+    def close(self, drain: bool = False, *, keep_connector: bool = False) -> None:
+        """Finish (``drain``) or abort what is there, stop the thread and close the runner.
+
+        The connector to other engines is closed too, unless they are still to fetch from it.
+        """
         with self._wake:
             if self._closing:
                 return
@@ -241,6 +250,9 @@ class Engine:
         while self.has_work:
             self.step()
         self.runner.close()
+        handoff = self.scheduler.ranks[0].handoff
+        if handoff is not None and not keep_connector:
+            handoff.connector.close()
 
     def _loop(self) -> None:
         while True:
@@ -257,11 +269,6 @@ class Engine:
 
     # Checks of a request.
 
-    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> tuple[list[int], int]:
-        """The prompt and the limit on new tokens of a request; RequestError if it cannot be served as asked."""
-        prompt_ids = self._check_prompt(prompt_token_ids)
-        return prompt_ids, self._check_sampling(len(prompt_ids), sampling)
-
     def _refuse_if_down(self) -> None:
         if self._error is not None:
             raise EngineError(f"the engine has failed: {self._error}") from self._error
@@ -275,54 +282,9 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use", "request_id")
         return request_id
 
-    def _check_prompt(self, token_ids: Sequence[int]) -> list[int]:
-        try:
-            ids = [operator.index(t) for t in token_ids]
-        except TypeError:
-            raise RequestError("a prompt must be a list of token ids", "prompt") from None
-        if not ids:
-            raise RequestError("the prompt is empty", "prompt")
-        self._check_in_vocabulary((min(ids), max(ids)), "prompt")
-        context = self.scheduler.config.max_model_len
-        if len(ids) >= context:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but the context is {context} tokens and at least "
-                "one is for the output",
-                "prompt",
-            )
-        return ids
-
-    def _check_in_vocabulary(self, token_ids: Sequence[int], param: str) -> None:
-        outside = [t for t in token_ids if not 0 <= t < self.vocab_size]
-        if outside:
-            raise RequestError(f"token id {outside[0]} is outside the vocabulary of {self.vocab_size} tokens", param)
-
-    def _check_sampling(self, num_prompt: int, sampling: SamplingParams) -> int:
-        """Check what depends on the engine; return the limit on new tokens."""
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and the engine has none", "stop")
-        self._check_in_vocabulary(sampling.stop_token_ids, "stop_token_ids")
-        num_ends = len({*sampling.stop_token_ids, *self.scheduler.eos_ids})
-        if sampling.min_tokens > 0 and num_ends > self.max_banned_ids:
-            raise RequestError(
-                f"min_tokens works with at most {self.max_banned_ids} end and stop tokens, got {num_ends}",
-                "stop_token_ids",
-            )
-        context = self.scheduler.config.max_model_len
-        room = max(1, self.scheduler.max_sequence_tokens - num_prompt)
-        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
-        if num_prompt + max_tokens > context:
-            raise RequestError(
-                f"the context is {context} tokens, but {num_prompt + max_tokens} were asked for: "
-                f"{num_prompt} in the prompt and max_tokens={max_tokens}",
-                "max_tokens",
-            )
-        if sampling.min_tokens > max_tokens:
-            raise RequestError(
-                f"min_tokens={sampling.min_tokens}, but the prompt leaves room for {max_tokens}", "min_tokens"
-            )
-        self.scheduler.check_fits(num_prompt, max_tokens)
-        return max_tokens
+    def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> tuple[list[int], int]:
+        """The prompt and the limit on new tokens of a request; RequestError if it cannot be served as asked."""
+        return check_request(self, prompt_token_ids, sampling)
 
     def _text_stream(self, sampling: SamplingParams) -> TextStream | None:
         if self.tokenizer is None or not sampling.detokenize:
@@ -341,10 +303,11 @@ class Engine:
             self.scheduler.add(request)
 
     def _abort(self, handle: RequestHandle) -> None:
-        held = handle.request_id in self._held
-        self._held.discard(handle.request_id)
+        with self._wake:
+            held = handle.request_id in self._held
+            self._held.discard(handle.request_id)
         for index, request in enumerate(handle.requests):
-            if held:
+            if held or self._leaving.pop(request.request_id, None) is not None:
                 self._cut_short(handle, index)
             if self._live.pop(request.request_id, None) is not None:
                 self.scheduler.abort(request.request_id)
@@ -355,10 +318,10 @@ class Engine:
             self._error = error
             handles = list(self._handles.values())
             self._commands.clear()
+            self._held.clear()
         self.scheduler.clear()
         self._live.clear()
         self._leaving.clear()
-        self._held.clear()
         self._in_flight = None
         for handle in handles:
             handle.error = error
@@ -399,7 +362,9 @@ class Engine:
                 handle.error = EngineError(update.error)
             if update.finish_reason is not None:
                 del self._live[sequence_id]
-            if update.finish_reason is not None and update.request.send and update.error is None:
+            # One that a stop string ends is not sent: the scheduler knows nothing of it.
+            sent = update.request.send and update.error is None and (stream is None or piece.stop is None)
+            if update.finish_reason is not None and sent:
                 self._leaving[sequence_id] = handle, index, update, text
                 continue
             self._emit(handle, index, update, text)
@@ -411,14 +376,20 @@ class Engine:
         failures, offers = self.scheduler.take_handoffs()
         self._deliver(failures)
         for sequence_id, offer in offers.items():
+            if sequence_id not in self._leaving:  # aborted meanwhile, or ended by a stop string
+                handoff = self.scheduler.ranks[0].handoff
+                assert handoff is not None
+                handoff.connector.withdraw(offer.request_id)
+                continue
             handle, index, update, text = self._leaving.pop(sequence_id)
             handle.output.kv_transfer_params = to_params(offer)
             self._emit(handle, index, update, text)
 
     def _wait_for_transfers(self) -> None:
-        """Nothing can be computed until rows have come from elsewhere."""
+        """Nothing can be computed until rows have come from elsewhere, or others have read theirs."""
         with self._wake:
-            self._wake.wait(TRANSFER_POLL)
+            self._wake.wait(self._poll)
+        self._poll = min(1.2 * self._poll, TRANSFER_POLL[1])
 
     def _cut_short(self, handle: RequestHandle, index: int) -> None:
         """End a completion that gets no further token, with the text held back unless the engine failed."""
@@ -436,6 +407,15 @@ class Engine:
                 del self._handles[handle.request_id]
         if not handle.deliver(delta):
             self.abort(handle.request_id)
+
+
+def _for_prompt(offer: Offer, prompt_ids: Sequence[int]) -> Offer:
+    """An offer as it is wanted: with the KV of this prompt. RequestError if it cannot have that."""
+    if offer.num_tokens < len(prompt_ids) - 1:
+        raise RequestError(
+            f"{PARAM}: the KV of {offer.num_tokens} tokens is offered for a prompt of {len(prompt_ids)} tokens", PARAM
+        )
+    return dataclasses.replace(offer, prompt=prompt_digest(prompt_ids))
 
 
 def _int64(value: int) -> int:

@@ -2,6 +2,9 @@
 
 The host memory, the *stage*, is made of blocks of its own, which the scheduler leases; a block of the pool is copied
 into one before it is offered, and out of one after it was fetched. So the pool's blocks are free at once.
+
+With rows in two tiers a block that was fetched goes into the host's pool, and its index keys into the devices'. Such
+blocks are not offered.
 """
 
 import dataclasses
@@ -11,10 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from glmjax.errors import ConfigError
 from glmjax.handoff import BlockCopies
 from glmjax.programs import Programs
 from glmjax.serving.plan import Handover
 from glmjax.serving.transfer.memory import Memory, memory
+
+COPIED_BLOCKS = 16  # that one program copies into two tiers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +43,8 @@ class Exchange:
 
     def __init__(self, programs: Programs, stage_blocks: int):
         layout = programs.layout
-        self._copies: BlockCopies = programs.block_copies()
+        self._tiers = programs.offload is not None
+        self._copies = _copies_into_tiers(programs) if self._tiers else programs.block_copies()
         self._block_size, self._dp, self._dcp = programs.block_size, layout.dp, layout.dcp
         slots = stage_blocks * programs.block_size
 
@@ -49,7 +56,13 @@ class Exchange:
         self.memory: Memory = memory(*self._rows)
 
     def send(self, cache: Any, moves: Sequence[Handover]) -> list[Leaving]:
-        """Starts to copy blocks of the pool into the stage; ``arrive`` ends it."""
+        """Starts to copy blocks of the pool into the stage; ``arrive`` ends it.
+
+        Raises:
+          ConfigError: rows are in two tiers.
+        """
+        if moves and self._tiers:
+            raise ConfigError("requests whose rows are in two tiers are not handed over to other engines")
         leaving = []
         for part in self._parts(moves):
             rows = self._copies.read(cache, [[block for block, _ in own] for own in part])
@@ -67,8 +80,8 @@ class Exchange:
                     for i, stage in enumerate(one.stage[rank]):
                         regions[place][:, self._slots(stage)] = by_rank[:, rank, shard, i]
 
-    def receive(self, cache: Any, moves: Sequence[Handover]) -> Any:
-        """Copies blocks of the stage into the pool; the cache is consumed."""
+    def receive(self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]) -> tuple[Any, jax.Array | None]:
+        """Copies blocks of the stage into the pool, or the two tiers' pools, which are consumed; returns them."""
         for part in self._parts(moves):
             packed = []
             for regions in self._rows:
@@ -79,9 +92,12 @@ class Exchange:
                     for i, (_, stage) in enumerate(part[rank]):
                         rows[:, rank, shard, i] = regions[place][:, self._slots(stage)]
                 packed.append(rows.reshape(stack, -1, self._block_size, width))
-            mla, index = packed
-            cache = self._copies.write(cache, [[block for block, _ in own] for own in part], mla, index)
-        return cache
+            blocks, (mla, index) = [[block for block, _ in own] for own in part], packed
+            if host is None:
+                cache = self._copies.write(cache, blocks, mla, index)
+            else:
+                cache, host = self._copies.receive(cache, host, blocks, mla, index)
+        return cache, host
 
     def _parts(self, moves: Sequence[Handover]) -> list[list[list[tuple[int, int]]]]:
         """Pairs of each rank, as many at a time as the programs copy."""
@@ -97,3 +113,18 @@ class Exchange:
 
     def _slots(self, block: int) -> slice:
         return slice(block * self._block_size, (block + 1) * self._block_size)
+
+
+def _copies_into_tiers(programs: Programs) -> BlockCopies:
+    assert programs.transfers is not None
+    copies = BlockCopies(
+        programs.abstract_cache(),
+        programs.block_size,
+        COPIED_BLOCKS,
+        programs.layout,
+        programs.mesh,
+        programs.transfers.compiler_options,
+        programs.abstract_host(),
+    )
+    programs.compilations += 1
+    return copies

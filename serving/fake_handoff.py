@@ -1,10 +1,11 @@
-"""The runner without a model, with a stage: what another engine fetches are the records themselves."""
+"""Runners without a model, with a stage: what another engine fetches are the records themselves."""
 
 from typing import Any
 
 import numpy as np
 
 from glmjax.serving.fake import FakeRunner, Record
+from glmjax.serving.fake_offload import ON_HOST, FakeOffloadRunner
 from glmjax.serving.plan import Handover, Plan
 from glmjax.serving.transfer.memory import Memory, memory
 
@@ -36,11 +37,23 @@ class FakeHandoffRunner(FakeRunner):
                 self._records[slot] = record
         return super().start(plan)
 
-    def _places(self, move: Handover) -> list[tuple[int, int]]:
-        """Slots of the pool and rows of the stage."""
+    def _places(self, move: Handover, where: int = 0) -> list[tuple[int, int]]:
+        """Slots of the pool, which begins at slot ``where``, and rows of the stage."""
         size = self._block_size
         return [
-            ((move.rank << 40) + block * size + offset, stage * size + offset)
+            (where + (move.rank << 40) + block * size + offset, stage * size + offset)
             for block, stage in zip(move.blocks, move.stage, strict=True)
             for offset in range(size)
         ]
+
+
+class FakeTieredHandoffRunner(FakeHandoffRunner, FakeOffloadRunner):
+    """With its records in two tiers: what comes from the stage goes to the host's."""
+
+    def start(self, plan: Plan) -> Any:
+        if plan.sends:
+            raise AssertionError("records in two tiers are not sent")
+        return super().start(plan)
+
+    def _places(self, move: Handover, where: int = ON_HOST) -> list[tuple[int, int]]:
+        return super()._places(move, where)

@@ -29,7 +29,9 @@ class FakeOffloadRunner(FakeRunner):
         still = {m for m in self._broken if plan.page_of[m.rank][m.block] == m.page and m not in plan.loads}
         self._broken = still | {*failed_loads}
         for move in plan.loads:
-            if move not in failed_loads:
+            if move in failed_loads:
+                self._spoil(move.rank, move.page)
+            else:
                 self._copy(move, to_host=False)
         for chunk in plan.chunks:
             self._check_region(chunk)
@@ -70,9 +72,12 @@ class FakeOffloadRunner(FakeRunner):
     def _sample(self, chunk: Chunk, prefix: list[int]) -> Sampled:
         sampled = super()._sample(chunk, prefix)
         for page in chunk.region:
-            for offset in range(self._block_size):
-                self._records[(chunk.rank << 40) + page * self._block_size + offset] = (-1, -1, 0)
+            self._spoil(chunk.rank, page)
         return sampled
+
+    def _spoil(self, rank: int, page: int) -> None:
+        for offset in range(self._block_size):
+            self._records[(rank << 40) + page * self._block_size + offset] = (-1, -1, 0)
 
     def _check_region(self, chunk: Chunk) -> None:
         if not set(chunk.region).isdisjoint(self._pages[chunk.rank].tolist()):

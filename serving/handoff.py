@@ -7,12 +7,14 @@ or on its way into the pool. Law, restated by ``check``: these are all of them.
 
 A request that comes needs all tokens but the last of its prompt, less what the prefix cache has; the last is computed
 here, which gives the first token. If they cannot be fetched, the request is computed here, or fails: a choice.
+Where KV rows are in two tiers they go to the host's, and ``offload`` says when the request gets pages.
 """
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from glmjax.serving.blocks import prompt_digest
 from glmjax.serving.plan import Handover
 from glmjax.serving.request import Request
 from glmjax.serving.transfer.interface import Connector, Fetch, Lease, Offer, TransferError
@@ -66,7 +68,7 @@ class Handoff:
         self._free = list(range(stage_blocks))
         self._kept: dict[str, tuple[int, ...]] = {}  # for running requests that are to be sent
         self._sends: list[Handover] = []
-        self._sending: dict[str, tuple[Handover, int]] = {}  # and tokens
+        self._sending: dict[str, tuple[Handover, Sequence[int]]] = {}  # and their prompts
         self._leased: dict[str, tuple[int, ...]] = {}
         self._arriving: dict[str, Arrival] = {}
         self._draining: list[Arrival] = []  # nobody waits for these fetches any more
@@ -121,7 +123,7 @@ class Handoff:
         blocks = tuple(request.blocks[: len(stage)])
         move = Handover(request.request_id, blocks, stage)
         self._sends.append(move)
-        self._sending[request.request_id] = (move, request.num_prompt_tokens)
+        self._sending[request.request_id] = (move, request.prompt_ids)
 
     def dropped(self, request: Request) -> None:
         """It ended some other way, or lost its blocks."""
@@ -136,6 +138,12 @@ class Handoff:
 
     # A request comes.
 
+    def lacks(self, request: Request, num_cached: int) -> int:
+        """Blocks to be fetched of a request that is offered, beside ``num_cached`` leading ones that are here."""
+        if request.offer is None or request.num_output_tokens:
+            return 0
+        return max(0, -(-(request.num_prompt_tokens - 1) // self.block_size) - num_cached)
+
     def fetch(self, request: Request, num_cached: int) -> bool:
         """Start to fetch what the prefix cache has not; False if the stage has no room now.
 
@@ -145,8 +153,8 @@ class Handoff:
         offer, last = request.offer, request.num_prompt_tokens - 1
         if offer is None or request.num_output_tokens:
             return True
-        count = -(-last // self.block_size) - num_cached
-        if count <= 0:
+        count = self.lacks(request, num_cached)
+        if count == 0:
             self.connector.done(offer)
             request.offer = None
             return True
@@ -216,8 +224,10 @@ class Handoff:
             self._free += self._receiving.pop(move.request_id)
         offers = {}
         for move in sends:
-            _, num_tokens = self._sending.pop(move.request_id)
-            offers[move.request_id] = self.connector.offer(move.request_id, move.stage, num_tokens, self._group)
+            _, prompt = self._sending.pop(move.request_id)
+            offers[move.request_id] = self.connector.offer(
+                move.request_id, move.stage, len(prompt), self._group, prompt_digest(prompt)
+            )
             self._leased[move.request_id] = move.stage
         return offers
 

@@ -24,6 +24,7 @@ from glmjax.errors import RequestError
 from glmjax.serving import asgi, protocol, replies
 from glmjax.serving.asgi import ApiError
 from glmjax.serving.chat import ChatTemplate, check_tools, opens_reasoning
+from glmjax.serving.data_parallel import num_cached_tokens
 from glmjax.serving.disaggregated import AnyEngine
 from glmjax.serving.metrics import CONTENT_TYPE, Metrics
 from glmjax.serving.parsers import Parser, keeps_tags
@@ -82,8 +83,6 @@ def build_app(
     routes = [
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
-        Route("/v1/completions/uncached_tokens", api.uncached_in_completion, methods=["POST"]),
-        Route("/v1/chat/completions/uncached_tokens", api.uncached_in_chat, methods=["POST"]),
         Route("/v1/models", api.models),
         Route("/v1/models/{name:path}", api.model),
         Route("/tokenize", api.tokenize, methods=["POST"]),
@@ -95,6 +94,11 @@ def build_app(
         Route("/load", api.load),
         Route("/metrics", api.metrics_text),
     ]
+    if options.role == "decode":
+        routes += [
+            Route("/v1/completions/uncached_tokens", api.uncached_in_completion, methods=["POST"]),
+            Route("/v1/chat/completions/uncached_tokens", api.uncached_in_chat, methods=["POST"]),
+        ]
     return Starlette(
         routes=routes,
         middleware=[Middleware(asgi.Gate, api_keys=options.api_keys, open_paths=OPEN_PATHS)],
@@ -158,11 +162,11 @@ class _Api:
 
     async def uncached_in_completion(self, request: Request) -> Response:
         asked, sampling, token_ids, _ = await self._completion_call(request)
-        return self._uncached(asked, sampling, token_ids)
+        return await self._uncached(asked, sampling, token_ids)
 
     async def uncached_in_chat(self, request: Request) -> Response:
         asked, sampling, _, token_ids = await self._chat_call(request)
-        return self._uncached(asked, sampling, [token_ids])
+        return await self._uncached(asked, sampling, [token_ids])
 
     async def models(self, request: Request) -> Response:
         cards = [self._card(name) for name in self._options.model_names]
@@ -252,14 +256,16 @@ class _Api:
             sampling = protocol.chat_sampling(asked, self._options.sampling_defaults)
             return asked, sampling, *await asgi.off_loop(len(body), self._prepare_chat, asked)
 
-    def _uncached(
+    async def _uncached(
         self, asked: protocol.GenerateRequest, sampling: SamplingParams, token_ids: Sequence[list[int]]
     ) -> Response:
         """For who routes a call: how long its prompts are, and how much of them would have to be computed here."""
-        for ids in token_ids:
+
+        def count(ids: list[int]) -> int:
             self._engine.check_request(ids, sampling)
-        pools = [rank.pool for rank in self._engine.scheduler.ranks]
-        uncached = [len(ids) - max(p.num_cached_tokens(ids, asked.cache_salt) for p in pools) for ids in token_ids]
+            return len(ids) - num_cached_tokens(self._engine.scheduler.ranks, ids, asked.cache_salt)
+
+        uncached = [await asgi.off_loop(4 * len(ids), count, ids) for ids in token_ids]
         return asgi.json_response({"prompt_tokens": list(map(len, token_ids)), "uncached_tokens": uncached})
 
     def _prepare_prompts(
@@ -305,16 +311,16 @@ class _Api:
         writer: Writer,
     ) -> Response:
         """Submit the prompts and answer with what the writer makes of them."""
-        transfers = read_params(asked.kv_transfer_params, len(token_ids), self._options.role)
-        if asked.stream and any(send for send, _ in transfers):
+        send, offer = read_params(asked.kv_transfer_params, len(token_ids), self._options.role)
+        transfer = {"send": send, "offer": offer} if self._options.role else {}
+        if asked.stream and send:
             raise RequestError("kv_transfer_params with do_remote_decode needs stream=false", "kv_transfer_params")
         given = asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
         name = f"{writer.prefix}-{given}"
         with self._giving_up(asked):
             generation = Generation(self._engine, self._admit())
             try:
-                for place, (ids, text, (send, offer)) in enumerate(zip(token_ids, texts, transfers, strict=True)):
-                    transfer = {"send": send, "offer": offer} if self._options.role else {}
+                for place, (ids, text) in enumerate(zip(token_ids, texts, strict=True)):
                     generation.submit(
                         ids,
                         sampling,
@@ -355,16 +361,16 @@ class _Api:
 
     @contextlib.contextmanager
     def _giving_up(self, asked: protocol.GenerateRequest) -> Iterator[None]:
-        """If a call is refused, tells the engines that offered its KV, which would keep it until the lease runs out."""
+        """If a call is refused, tells the engine that offered its KV, which would keep it until the lease runs out."""
         try:
             yield
-        except BaseException as error:
-            handoff, params = self._engine.scheduler.ranks[0].handoff, asked.kv_transfer_params
-            if handoff is not None:
+        except RequestError as error:
+            handoff = self._engine.scheduler.ranks[0].handoff
+            # A call whose name is in use may be the one before, sent again: that is reading the very lease.
+            if self._options.role == "decode" and handoff is not None and error.param != "request_id":
                 with contextlib.suppress(RequestError):  # what is no offer cannot be given up
-                    for offer in map(from_params, params if isinstance(params, list) else [params]):
-                        if offer is not None:
-                            handoff.connector.failed(offer, str(error))
+                    if (offer := from_params(asked.kv_transfer_params)) is not None:
+                        handoff.connector.failed(offer, str(error))
             raise
 
     @contextlib.contextmanager
@@ -384,15 +390,11 @@ class _Api:
 
 async def _collect(generation: Generation, writer: Writer, reply: replies.Reply, tally: Tally) -> None:
     """Fill in an answer in one piece."""
-    offers = {}
     async for place, delta in generation:
         tally.add(place, delta)
         writer.add(place, delta)
         if delta.kv_transfer_params is not None:
-            offers[place] = delta.kv_transfer_params
-    if offers:
-        each = [offer for _, offer in sorted(offers.items())]
-        reply.kv_transfer_params = each if len(each) > 1 else each[0]
+            reply.kv_transfer_params = delta.kv_transfer_params
     reply.choices = writer.choices()
     reply.usage = tally.usage()
 

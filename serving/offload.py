@@ -8,21 +8,25 @@ With hot regions (HiSparse) a request keeps all its pages until free ones get sc
 those that the host has too; to decode it then needs a region, which is leased to it until it ends. Without regions
 (plain offload) a running request keeps all its pages, and blocks of a prefix hit are loaded before it starts.
 
+Rows that come from another engine go to the host. Their request has blocks while it waits for them, and starts once
+they have come and there are pages for it: till then it holds none, so that what waits is bounded by the host's pool.
+
 The scheduler calls the methods at the points that their names say. Invariants, restated by ``check``:
 - a running request without a region, and not spilled, has pages for all of its leading ``placed`` blocks;
+- a request that has not started has no pages, and once its rows have come the host has all of them;
 - a block that is being copied has a lease of its own, and so have the blocks of an ended request that are still to be.
 """
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
 
 from glmjax.serving.blocks import BlockPool, extend_digests
-from glmjax.serving.plan import Move
+from glmjax.serving.plan import Move, Plan, Results
 from glmjax.serving.request import Request
 from glmjax.serving.residency import Residency
+from glmjax.serving.scheduler_config import SchedulerConfig
 
 
 @dataclasses.dataclass
@@ -30,11 +34,12 @@ class Held:
     """What a running request holds beside its blocks.
 
     Attributes:
-      placed: leading blocks that have got a page, or came from the prefix cache.
+      placed: leading blocks that have got a page, or came full from the prefix cache or another engine.
       sealed: leading blocks that nothing writes to any more.
       pinned: blocks whose pages it keeps, in order of position.
       spilled: some of its rows may be on the host only.
       region: pages of its hot region; lease: the number that it was leased under, 0 without one.
+      phase: whether it waits for rows from another engine, or for pages to start with, or has started.
     """
 
     placed: int
@@ -43,6 +48,7 @@ class Held:
     spilled: bool
     region: tuple[int, ...] = ()
     lease: int = 0
+    phase: Literal["arriving", "ready", "started"] = "started"
 
 
 @dataclasses.dataclass
@@ -59,20 +65,22 @@ class Offloading:
 
     Args:
       pool: of the scheduler; its blocks are those of the host's pool.
-      num_pages, region_pages: see ``glmjax.tiers.Offload``.
+      config: of the scheduler, with ``num_pages``.
       max_write_backs: pages that a plan copies to the host at most.
     """
 
-    def __init__(self, pool: BlockPool, num_pages: int, region_pages: int, max_write_backs: int = 64):
-        self.pool = pool
+    def __init__(self, pool: BlockPool, config: SchedulerConfig, max_write_backs: int = 64):
+        assert config.num_pages is not None
+        self.pool, self.config = pool, config
         self.max_write_backs = max_write_backs
-        self._sizes = pool.num_blocks, num_pages, region_pages
+        self._sizes = pool.num_blocks, config.num_pages, config.region_pages
         self.residency = Residency(*self._sizes)
         self._held: dict[str, Held] = {}
         self._leaving: list[Leaving] = []
         self._copying: set[int] = set()  # leased here too
         self._loads: list[Move] = []
-        self._is_waited_for = False  # a request could start if others let go of pages
+        self._is_waited_for = False  # a request could start if others let go of pages, as the last plan was made
+        self._was_short = False  # the same of the plan at hand
         self._leases = itertools.count(1)
 
     @property
@@ -108,26 +116,79 @@ class Offloading:
         """Pages that a request of so many blocks needs to go on however scarce they are."""
         return min(num_blocks, self.region_pages + 2) if self.region_pages else num_blocks
 
-    def can_start(self, running: Iterable[int], hit: Sequence[int], num_blocks: int, first_blocks: int) -> bool:
-        """Whether pages will do for one request more.
+    def can_start(
+        self, request: Request, hit: Sequence[int], need: int, budget: int, running: Sequence[Request], ahead: int
+    ) -> bool:
+        """Whether pages will do for one request more, none ahead of it wanting them.
 
         Args:
-          running: blocks that each running request may come to use.
-          hit: the request's blocks of the prefix cache; num_blocks: all that it may come to use; first_blocks: those
-            that it needs pages for at once, beside the hit.
+          hit: the request's leading blocks whose rows are there; need: how many more it has, or will have.
+          budget: tokens that it may compute at once.
+          running: requests in order, of which so many are ``ahead`` of this one.
         """
-        residency = self.residency
+        residency, first_blocks = self.residency, self._first_blocks(need, budget)
+        if any(self._held[r.request_id].phase == "ready" for r in running[:ahead]):
+            return False
         if not self.region_pages:
             return first_blocks + self._pages_to_keep(hit) <= residency.free_pages
-        steady = sum(map(self.steady_pages, running)) + self.steady_pages(num_blocks)
+        started = [r for r in running if self._held[r.request_id].phase == "started"]
+        steady = sum(self.steady_pages(self._most_blocks(r)) for r in (*started, request))
         at_once = first_blocks + (self.region_pages if hit else 0)
-        self._is_waited_for = at_once > residency.free_pages
-        return steady + first_blocks <= residency.num_pages and not self._is_waited_for
+        is_short = at_once > residency.free_pages
+        self._was_short |= is_short
+        return steady + first_blocks <= residency.num_pages and not is_short
 
-    def started(self, request: Request, hit: Sequence[int], first_blocks: int) -> None:
-        """The request has its blocks, of which ``hit`` came from the prefix cache; the rest as in ``can_start``."""
+    def admitted(self, request: Request, hit: Sequence[int], need: int, budget: int, *, comes: bool = False) -> None:
+        """The request has its blocks, and starts unless rows of the others than ``hit`` come from another engine."""
+        if comes:
+            self._held[request.request_id] = Held(len(hit), len(hit), {}, spilled=True, phase="arriving")
+        else:
+            self._start(request, hit, need, budget)
+
+    def arrived(self, request: Request) -> None:
+        """The host has the rows of all that is computed of a request, or its rows do not come: it may start."""
+        held, size = self._held[request.request_id], self.pool.block_size
+        self.residency.arrived(request.blocks[held.placed : self.pool.blocks_for(request.num_computed)])
+        held.placed, held.phase = request.num_computed // size, "ready"
+
+    def waits(self, request: Request, budget: int, running: Sequence[Request]) -> bool:
+        """Let the request start if its rows have come and there are pages for it; whether it still waits for either.
+
+        Arguments as in ``can_start``.
+        """
+        held = self._held[request.request_id]
+        if held.phase == "ready":
+            hit, need = request.blocks[: held.placed], len(request.blocks) - held.placed
+            if self.can_start(request, hit, need, budget, running, running.index(request)):
+                self._start(request, hit, need, budget)
+        return self._held[request.request_id].phase != "started"
+
+    def is_arriving(self, request: Request) -> bool:
+        """Whether its rows are on their way."""
+        return self._held[request.request_id].phase == "arriving"
+
+    def victims(self, request: Request, running: Sequence[Request], planned: Collection[str]) -> list[Request]:
+        """The request, and those behind it whose end would free pages, but for those that are planned."""
+        behind = running[running.index(request) :]
+        return [r for r in behind if r.request_id not in planned and (r is request or self._holds_pages(r))]
+
+    def _holds_pages(self, request: Request) -> bool:
+        held = self._held[request.request_id]
+        return bool(held.pinned or held.region)
+
+    def _most_blocks(self, request: Request) -> int:
+        """Blocks that it may come to use."""
+        return self.pool.blocks_for(min(request.horizon, self.config.max_model_len - 1))
+
+    def _first_blocks(self, need: int, budget: int) -> int:
+        """Of ``need`` blocks that are to be written, those that take pages at once."""
+        chunk = min(budget, self.config.max_prefill_chunk or budget)
+        most = self.pool.blocks_for(chunk + self.config.num_speculative_tokens) + 1
+        return min(need, most) if self.region_pages else need
+
+    def _start(self, request: Request, hit: Sequence[int], need: int, budget: int) -> None:
         residency = self.residency
-        room = residency.free_pages - first_blocks
+        room = residency.free_pages - self._first_blocks(need, budget)
         held = Held(len(hit), len(hit), {}, spilled=False)
         if not self.region_pages:
             away = [block for block in hit if not residency.is_resident(block)]
@@ -147,16 +208,19 @@ class Offloading:
         Args:
           num_blocks: leading blocks that the chunk may write to or read.
           single: it runs among the rows that decode, which read what is not in pages through a region.
-          others_wait: there are requests that have not started.
+          others_wait: there are requests that have no blocks yet.
         """
         held = self._held[request.request_id]
-        if held.spilled or self.residency.is_tight or (others_wait and self._is_waited_for):
+        if held.spilled or self.residency.is_tight or (self._is_waited_for and (others_wait or self._any_ready)):
             self._let_go(held)
         new = request.blocks[held.placed : num_blocks]
         needs_region = single and held.spilled and not held.region
         if len(new) + (self.region_pages if needs_region else 0) > self.residency.free_pages:
             return False
-        self.residency.place(new)
+        # The last block of what came from another engine, if it is not full.
+        unfinished = [block for block in new if self.residency.is_durable(block)]
+        self._loads += (Move(*pair) for pair in self.residency.reopen(unfinished))
+        self.residency.place(new[len(unfinished) :])
         held.pinned |= dict.fromkeys(new)
         held.placed = max(held.placed, num_blocks)
         if needs_region:
@@ -172,7 +236,7 @@ class Offloading:
         absent = sum(not self.residency.is_resident(block) for block in hit)
         return absent + self.residency.num_unpinned(hit)
 
-    def is_staged(self, request: Request) -> bool:
+    def _is_staged(self, request: Request) -> bool:
         """Whether a chunk of the request reads rows that are on the host only."""
         held = self._held[request.request_id]
         return held.spilled and bool((self.residency.page_of[list(request.blocks[: held.placed])] < 0).any())
@@ -221,18 +285,30 @@ class Offloading:
 
     # A plan is made, and its results are entered.
 
-    def planned(self) -> tuple[np.ndarray, tuple[Move, ...], tuple[Move, ...]]:
-        """What the plan at hand goes by: the page of every block, pages to load before it, and pages to copy after."""
+    def planned(self, plan: Plan, requests: Mapping[str, Request]) -> Plan:
+        """The plan at hand, with the page of every block, pages to load before it, and pages to copy after.
+
+        Args:
+          requests: by request id, those that the chunks are of.
+        """
         loads, self._loads = tuple(self._loads), []
+        self._is_waited_for, self._was_short = self._was_short, False
         write_backs = tuple(Move(*pair) for pair in self.residency.start_write_backs(self.max_write_backs))
         blocks = [move.block for move in write_backs]
         self.pool.share(blocks)
         self._copying.update(blocks)
-        return self.residency.snapshot(), loads, write_backs
+        # Only now it is known whose pages are left.
+        chunks = tuple(
+            dataclasses.replace(c, staged=len(c.token_ids) > 1 and self._is_staged(requests[c.request_id]))
+            for c in plan.chunks
+        )
+        page_of = (self.residency.snapshot(),)
+        return dataclasses.replace(plan, chunks=chunks, page_of=page_of, loads=loads, write_backs=write_backs)
 
-    def copied(self, write_backs: Iterable[Move], failed: Iterable[Move] = ()) -> None:
-        """Copies of a plan have ended."""
-        failed = set(failed)
+    def copied(self, write_backs: Iterable[Move], results: Results, running: Sequence[Request]) -> dict[str, str]:
+        """Copies of a plan have ended; returns why they end some of the running requests, by request id."""
+        failed = set(results.failed)
+        errors: dict[str, str] = {}
         for move in write_backs:
             self._copying.remove(move.block)
             self.residency.finish_write_back(move.block, ok=move not in failed)
@@ -241,6 +317,11 @@ class Offloading:
         # Those that nobody has any more, and that a request has will be when it ends.
         lost = (move.block for move in failed)
         self.residency.forget([b for b in lost if not self.residency.is_pinned(b) and not self.residency.is_durable(b)])
+        for moves, where in ((results.failed, "to"), (results.failed_loads, "from")):
+            if blocks := {move.block for move in moves}:
+                why = f"a copy of its KV rows {where} the host failed"
+                errors |= {r.request_id: why for r in running if not blocks.isdisjoint(r.blocks)}
+        return errors
 
     def not_loaded(self, moves: Iterable[Move]) -> None:
         """Pages that loads should have filled hold nothing, and the requests that wanted them have ended."""
@@ -277,8 +358,16 @@ class Offloading:
             away = [b for b in request.blocks[: held.placed] if not self.residency.is_resident(b)]
             if away and not held.spilled:
                 raise AssertionError(f"offload: {request.request_id} lacks pages of {away} and is not spilled")
+            if held.phase == "ready":
+                away += request.blocks[held.placed : self.pool.blocks_for(request.num_computed)]
             if lost := [b for b in away if not self.residency.is_durable(b)]:
                 raise AssertionError(f"offload: blocks {lost} of {request.request_id} are nowhere")
+            if held.phase != "started" and self._holds_pages(request):
+                raise AssertionError(f"offload: {request.request_id} has pages and has not started")
+
+    @property
+    def _any_ready(self) -> bool:
+        return any(held.phase == "ready" for held in self._held.values())
 
     def _let_go(self, held: Held) -> bool:
         """Unpin what the host has too; whether there was anything."""

@@ -97,7 +97,7 @@ class Reply(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice] | list[ChatChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    kv_transfer_params: Any = UNSET  # of each prompt's KV, where it was to be offered; one object for one prompt
+    kv_transfer_params: Any = UNSET  # where the prompt's KV was to be offered to another engine
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:

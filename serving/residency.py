@@ -8,7 +8,8 @@ one block's rows in the smaller row pool of the device.  Each block is in exactl
     writing   page, host copy under way   the page stays until ``finish_write_back``
     clean     page and host copy, pins    stays on the device
     unpinned  page and host copy, none    readable until its page is taken, least recently unpinned first
-    on host   no page, host copy          read by row through a request's hot region; ``load`` gives it a page again
+    on host   no page, host copy          read by row through a request's hot region; ``load`` gives it a page again,
+                                          ``reopen`` too, and makes it dirty
 
 A pin says that a running request wants a page to stay; a dirty or writing block may have none, and stays all the same.
 A page is free, a block's, or part of a hot region, which is leased to one request whole.
@@ -142,6 +143,13 @@ class Residency:
             self._page_of[block] = self._take_page()
             self._pins[block] = 1
         return [(block, int(self._page_of[block])) for block in blocks]
+
+    def reopen(self, blocks: Sequence[int]) -> list[tuple[int, int]]:
+        """As ``load``, for blocks that their request is about to write to: host copies are void, they are dirty."""
+        loads = self.load(blocks)
+        for block in blocks:
+            self._durable[block] = False
+        return loads
 
     def unpin(self, blocks: Sequence[int]) -> None:
         """Take one pin off each of ``blocks``, given in order of position: the tail is taken before the head.

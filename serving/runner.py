@@ -59,7 +59,7 @@ class ProgramRunner:
         if plan.sends or plan.receives:
             assert self._exchange is not None
             leaving = self._exchange.send(self._cache, plan.sends)
-            self._cache = self._exchange.receive(self._cache, plan.receives)
+            self._cache, self._host = self._exchange.receive(self._cache, self._host, plan.receives)
         self._load(plan.loads)
         for batches in rectangles([[c for c in plan.chunks if c.rank == rank] for rank in ranks], self._rows):
             chunks = [c for batch in batches for c in batch]

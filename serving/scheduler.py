@@ -16,7 +16,6 @@ No livelock: the first running request can take blocks from all others and alone
 """
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
 
@@ -42,7 +41,7 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.offload: Offloading | None = None
         if config.num_pages is not None:
-            self.offload = Offloading(self.pool, config.num_pages, config.region_pages)
+            self.offload = Offloading(self.pool, config)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.num_preemptions = 0
@@ -153,7 +152,7 @@ class Scheduler:
         while budget > 0 and place < len(self.running):
             request = self.running[place]
             place += 1
-            if self._ends_in_flight(request) or (self.handoff is not None and self.handoff.is_arriving(request)):
+            if self._ends_in_flight(request) or self._waits(request, budget):
                 continue
             size = self._chunk_size(request, budget)
             if size == 0:
@@ -169,7 +168,7 @@ class Scheduler:
             while budget > 0 and self.waiting and self._admit(self.waiting[0], budget):
                 request = self.waiting.pop(0)
                 bisect.insort(self.running, request, key=self.precedence)
-                if self.handoff is not None and self.handoff.is_arriving(request):
+                if self._waits(request, budget):
                     continue
                 size = self._chunk_size(request, budget)
                 if not self._place(request, size, planned):
@@ -178,15 +177,8 @@ class Scheduler:
                 planned.add(request.request_id)
                 budget -= size
         sends, receives = ((), ()) if self.handoff is None else self.handoff.planned()
-        if self.offload is None:
-            return Plan(tuple(chunks), sends=sends, receives=receives)
-        # Only now it is known whose pages are left.
-        chunks = [
-            dataclasses.replace(c, staged=len(c.token_ids) > 1 and self.offload.is_staged(self.requests[c.request_id]))
-            for c in chunks
-        ]
-        page_of, loads, write_backs = self.offload.planned()
-        return Plan(tuple(chunks), (page_of,), loads, write_backs, sends, receives)
+        plan = Plan(tuple(chunks), sends=sends, receives=receives)
+        return plan if self.offload is None else self.offload.planned(plan, self.requests)
 
     def commit(self, plan: Plan, results: Results) -> list[Update]:
         """Enter a step's results; requests aborted meanwhile are passed over."""
@@ -217,6 +209,10 @@ class Scheduler:
             if error is not None:
                 self._retire(request, keep=False)
                 self.failures.append(Update(request, (), (), "abort", error=str(error)))
+                continue
+            if self.offload is not None:
+                self.offload.arrived(request)
+            self._publish(request)
 
     def take_handoffs(self) -> tuple[list[Update], dict[str, Offer]]:
         """Requests that failed since the last call, and offers of those that can be fetched now, by request."""
@@ -231,11 +227,7 @@ class Scheduler:
         if self.handoff is not None:
             self.offers |= self.handoff.copied(plan.sends, plan.receives)
         if self.offload is not None:
-            self.offload.copied(plan.write_backs, results.failed)
-            for moves, where in ((results.failed, "to"), (results.failed_loads, "from")):
-                if lost := {move.block for move in moves}:
-                    why = f"a copy of its KV rows {where} the host failed"
-                    errors |= {r.request_id: why for r in self.running if not lost.isdisjoint(r.blocks)}
+            errors |= self.offload.copied(plan.write_backs, results, self.running)
         admissions = {chunk.request_id: chunk.admission for chunk in plan.chunks}
         for request_id, why in errors.items():
             request = self.requests.get(request_id)
@@ -288,7 +280,7 @@ class Scheduler:
             return True
         blocks, single = self._blocks_to_reach(request, self._reach(request, size)), request.continues or size == 1
         while not self.offload.prepared(request, blocks, single=single, others_wait=bool(self.waiting)):
-            behind = [r for r in self.running[self.running.index(request) :] if r.request_id not in planned]
+            behind = self.offload.victims(request, self.running, planned)
             if self.offload.spill(reversed(behind)):
                 continue
             victim = behind[-1]
@@ -358,19 +350,17 @@ class Scheduler:
         need = self._blocks_to_reach(request, end) - len(hit)
         if need + len(self.running) > self.pool.free_blocks - self.pool.num_idle(hit):
             return False
-        chunk = min(budget, self.config.max_prefill_chunk or budget)
-        drafts = self.config.num_speculative_tokens
-        at_once = min(need, self.pool.blocks_for(chunk + drafts) + 1) if self.config.region_pages else need
-        if self.offload is not None:
-            running = (self.pool.blocks_for(self._horizon(r)) for r in self.running)
-            if not self.offload.can_start(running, hit, self.pool.blocks_for(self._horizon(request)), at_once):
+        comes = self.handoff is not None and self.handoff.lacks(request, len(hit)) > 0
+        if self.offload is not None and not comes:
+            ahead = bisect.bisect(self.running, self.precedence(request), key=self.precedence)
+            if not self.offload.can_start(request, hit, need, budget, self.running, ahead):
                 return False
         if self.handoff is not None and not self.handoff.starts(request, len(hit)):
             return False
         self.pool.share(hit)
         request.blocks = (*hit, *self._allocate(need))
         if self.offload is not None:
-            self.offload.started(request, hit, at_once)
+            self.offload.admitted(request, hit, need, budget, comes=comes)
         request.num_published = len(hit)
         request.num_computed = len(hit) * self.config.block_size
         request.slot, request.admission = self.free_slots.pop(), next(self._admissions)
@@ -380,6 +370,12 @@ class Scheduler:
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += request.num_computed
         return True
+
+    def _waits(self, request: Request, budget: int) -> bool:
+        """Whether a running request waits for rows from another engine, or for pages to start with."""
+        if self.offload is not None:
+            return self.offload.waits(request, budget, self.running)
+        return self.handoff is not None and self.handoff.is_arriving(request)
 
     def _being_computed(self, digest: bytes, index: int) -> bool:
         """Whether a running request is about to publish this block: then it is cheaper to wait."""

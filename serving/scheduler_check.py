@@ -16,6 +16,9 @@ def check_scheduler(scheduler: "Scheduler") -> None:
         scheduler.handoff.check()
     if scheduler.offload is not None:
         scheduler.offload.check(scheduler.running)
+        for r in scheduler.running:
+            fetched = scheduler.handoff is not None and scheduler.handoff.is_arriving(r)
+            _require(fetched == scheduler.offload.is_arriving(r), f"{r.request_id} waits for nothing, or does not wait")
         holders += scheduler.offload.holders()
     scheduler.pool.check(holders)
     for queue, status in ((scheduler.running, Status.RUNNING), (scheduler.waiting, Status.WAITING)):

@@ -26,6 +26,7 @@ class Server:
       app: what answers.
       host, port: where to listen; port 0 takes a free one.
       on_close: called once when the server is down, e.g. to close the engine.
+      fault: says what has gone wrong for good, if anything has: whoever waits is told.
       grace_s: seconds that answers in flight get to end when the server closes; then they are
         cancelled, which aborts their requests.
       log_level: of uvicorn; access lines come at "info" if ``access_log``.
@@ -41,6 +42,7 @@ class Server:
         port: int = 8000,
         *,
         on_close: Callable[[], None] | None = None,
+        fault: Callable[[], str | None] = lambda: None,
         grace_s: int = 5,
         log_level: str = "warning",
         access_log: bool = False,
@@ -49,7 +51,7 @@ class Server:
         self.host = host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{_in_url(host)}:{self.port}"
-        self._on_close = on_close
+        self._on_close, self.fault = on_close, fault
         self._closing = threading.Lock()
         self._closed = False
         config = uvicorn.Config(
@@ -69,7 +71,11 @@ class Server:
             raise GlmjaxError(f"the server on {self.url} did not start")
 
     def wait(self) -> None:
-        """Block until the server ends; Ctrl-C or SIGTERM closes it, a second one at once."""
+        """Block until the server ends; Ctrl-C or SIGTERM closes it, a second one at once.
+
+        Raises:
+          GlmjaxError: it can answer no more calls, as it says; it is closed then.
+        """
         ask = threading.Event()
         old: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -82,10 +88,13 @@ class Server:
             for number in (signal.SIGINT, signal.SIGTERM):
                 old[number] = signal.signal(number, stop)
         try:
-            while self._thread.is_alive() and not ask.wait(0.2):
+            while self._thread.is_alive() and not ask.wait(0.2) and not self.fault():
                 pass
+            fault = None if ask.is_set() else self.fault()
         finally:
             self.close()
+        if fault:
+            raise GlmjaxError(fault)
 
     def close(self) -> None:
         """Stop listening, let answers end within the grace period, abort the rest, join."""

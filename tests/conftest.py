@@ -48,8 +48,11 @@ def forget_what_was_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` unless JAX may use one."""
+    """Slow files first, so that of several processes none is left with one at the end; skips what needs a GPU."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     if not {"cuda", "gpu"} & set(os.environ["JAX_PLATFORMS"].split(",")):
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -13,7 +13,7 @@ from glmjax.serving.clock import Clock
 from glmjax.serving.engine import Engine
 from glmjax.serving.fake import default_next_token
 from glmjax.serving.fake_handoff import FakeHandoffRunner
-from glmjax.serving.front import FrontOptions, Pair, build_front
+from glmjax.serving.front import FrontOptions, Pair, build_front, one_pair
 from glmjax.serving.handoff import Collector, Handoff
 from glmjax.serving.http import HttpOptions, build_app
 from glmjax.serving.scheduler import Scheduler
@@ -69,23 +69,18 @@ def make_engine(
     return Engine(Scheduler(config, (), handoff), runner, TOKENIZER.raw, Clock(), vocab_size=VOCAB)
 
 
-def start_server(engine, role):
+def start_server(engine, role, api_keys=()):
     """Its HTTP server, which closes it."""
     engine.start()
-    connector = engine.scheduler.handoff.connector
-
-    def close():
-        engine.close()
-        connector.close()
-
-    return Server(build_app(engine, TOKENIZER, HttpOptions(model_names=("fake",), role=role)), port=0, on_close=close)
+    options = HttpOptions(model_names=("fake",), role=role, api_keys=api_keys)
+    return Server(build_app(engine, TOKENIZER, options), port=0, on_close=engine.close)
 
 
 @contextlib.contextmanager
 def front_of(prefill_url, decode_url, **options):
     """A front before two servers."""
     pair = Pair(prefill_url, decode_url)
-    with Server(build_front(lambda body: pair, FrontOptions(**options)), port=0, grace_s=1) as server:
+    with Server(build_front(one_pair(pair), FrontOptions(**options)), port=0, grace_s=1) as server:
         yield server
 
 

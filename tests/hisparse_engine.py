@@ -28,8 +28,12 @@ def region_pages(num_drafts: int) -> int:
     return (num_drafts + 2) * K // PAGE
 
 
-@functools.cache
 def programs(num_drafts: int, layout: str = "dp=1", *, regions: bool = True) -> Programs:
+    return _programs(num_drafts, layout, regions)  # the same ones, however the arguments are given
+
+
+@functools.cache
+def _programs(num_drafts: int, layout: str, regions: bool) -> Programs:
     offload = Offload(PAGES, region_pages(num_drafts) if regions else 0, transfer_pages=4)
     return drafting_model.make_programs(num_drafts, layout, rows=ROWS, offload=offload)
 
@@ -37,6 +41,12 @@ def programs(num_drafts: int, layout: str = "dp=1", *, regions: bool = True) -> 
 @functools.cache
 def plain_programs(num_drafts: int) -> Programs:
     return drafting_model.make_programs(num_drafts, rows=ROWS)
+
+
+@functools.cache
+def littered_host(shape: tuple[int, ...], sharding: jax.sharding.Sharding) -> Any:
+    """Makes a host's pool; compiled once."""
+    return jax.jit(lambda: jnp.full(shape, 255, jnp.uint8), out_shardings=sharding)
 
 
 class LitteredRunner(ProgramRunner):
@@ -50,9 +60,7 @@ class LitteredRunner(ProgramRunner):
 
         self._cache = jax.tree.map(litter, self._cache)
         if self._host is not None:
-            self._host = jax.jit(
-                lambda: jnp.full(self._host.shape, 255, jnp.uint8), out_shardings=self._host.sharding
-            )()
+            self._host = littered_host(self._host.shape, self._host.sharding)()
 
     def start(self, plan: Plan) -> Started:
         """With pages of the blocks that the scheduler was not given too."""

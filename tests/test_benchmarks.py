@@ -9,8 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import handoff_engines
 import pytest
 import small_model
+
+from glmjax.options import engine_options
+from glmjax.serving.disaggregated import DisaggregatedEngine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="needs a checkout, and this is Bazel's sandbox")
@@ -295,6 +299,106 @@ def test_layout_costs_refuses_layouts_that_are_none() -> None:
     script = part("layout_costs")
     with pytest.raises(script.typer.BadParameter, match="ep=3 must be"):
         script.main(["pcp=8,ep=3"], "0", 2048, 16, False)
+
+
+class FakeLLM:
+    """Engines without a model behind the options of ``LLM``; a step takes a second."""
+
+    def __init__(self, model: str = "", max_model_len: int = 64, prefill: str = "", **options: Any):
+        engine_options(max_model_len=max_model_len, **options, **({"prefill": prefill} if prefill else {}))
+        hub: dict[str, Any] = {}
+        self.clock = handoff_engines.StillClock()
+        blocks = {"num_blocks": 64, "stage_blocks": 32, "max_model_len": max_model_len}
+        first, second = (handoff_engines.make_engine(hub, self.clock, **blocks) for _ in range(2))
+        self.engine = DisaggregatedEngine(first, second) if prefill else second
+        self._step, self.engine.step = self.engine.step, self.step
+
+    def step(self) -> None:
+        self.clock.now += 1
+        self._step()
+
+    def __enter__(self) -> "FakeLLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.engine.close()
+
+
+SAID = [[(7 * turn + i) % 50 for i in range(10)] for turn in range(4)]  # answers are of five tokens, blocks of four
+
+
+def test_a_pair_lacks_the_new_tokens_and_prefill_the_answer_too() -> None:
+    found = part("disaggregated_turns").converse(FakeLLM(prefill="dp=1", decode="dp=1").engine, SAID, 5)
+    assert [t.prompt_tokens for t in found.turns] == [10, 25, 40, 55] and len(found.token_ids) == 60
+    assert [t.cached_tokens for t in found.turns] == [0, 12, 28, 44]  # whole blocks of 14, 29, 44
+    assert [t.computed_tokens for t in found.turns] == [10, 25 - 8, 40 - 24, 55 - 40]  # whole blocks of 10, 25, 40
+    assert [t.bytes_fetched for t in found.turns] == [28 * missing for missing in (9, 24 - 12, 39 - 28, 54 - 44)]
+
+
+def test_one_engine_computes_what_its_prefix_cache_lacks_or_all() -> None:
+    script = part("disaggregated_turns")
+    caching, forgetting = (script.converse(FakeLLM().engine, SAID, 5, forgets=f) for f in (False, True))
+    assert caching.token_ids == forgetting.token_ids
+    assert [t.cached_tokens for t in caching.turns] == [0, 12, 28, 44]
+    assert [t.computed_tokens for t in caching.turns] == [10, 13, 12, 11]
+    assert [t.computed_tokens for t in forgetting.turns] == [10, 25, 40, 55]
+    assert not any(t.cached_tokens or t.bytes_fetched for t in forgetting.turns)
+
+
+def test_time_to_first_token_is_from_the_request_to_the_token() -> None:
+    """A step computes eight tokens of a prompt in a second, and the last step's results are there one later."""
+    script = part("disaggregated_turns")
+    for forgets in (False, True):
+        found = script.converse(FakeLLM().engine, SAID, 5, forgets=forgets)
+        assert [t.ttft_ms for t in found.turns] == [1000.0 * (-(-t.computed_tokens // 8) + 1) for t in found.turns]
+
+
+def test_a_new_conversation_finds_nothing_of_the_one_before() -> None:
+    script, llm = part("disaggregated_turns"), FakeLLM(prefill="dp=1", decode="dp=1")
+    first, second = (script.converse(llm.engine, SAID, 5) for _ in range(2))
+    assert first.turns == second.turns
+
+
+def test_rows_of_turns_are_medians_and_grow_from_the_second_turn() -> None:
+    script = part("disaggregated_turns")
+
+    def conversation(scale: float) -> Any:
+        turns = [script.Turn(100 * n, 90 * n, 10 + n, 40 * n, scale * n) for n in (1, 2, 4)]
+        return script.Conversation(tuple(turns), (), 0.0)
+
+    made = {name: [conversation(scale) for scale in (9.0, 1.0, 2.0)] for name in (script.PAIR, script.ONE, script.COLD)}
+    rows = script.rows_of(made)
+    assert [row["ttft_ms"][script.PAIR] for row in rows] == [2.0, 4.0, 8.0]
+    assert [row["bytes_fetched"] for row in rows] == [40, 80, 160]
+    grown = script.growth(rows)
+    assert grown["prompt_tokens"] == 2.0 and grown["computed_tokens"][script.ONE] == pytest.approx(14 / 12)
+    assert script.lines_of(rows)[-1] == ["from 2", "2.00x", "", "1.17x", "", "2.00x", "2.00x", "2.00x"]
+
+
+def test_conversations_are_the_same_up_to_the_first_token_that_differs() -> None:
+    same_tokens = part("disaggregated_turns").same_tokens
+    assert [same_tokens(texts) for texts in ([(1, 2, 3)] * 2, [(1, 2, 3), (1, 2, 3), (1, 5, 3)])] == [3, 1]
+
+
+def test_turns_print_a_table_or_json_and_write_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = part("disaggregated_turns")
+    monkeypatch.setattr(script, "LLM", FakeLLM)
+    monkeypatch.setattr(script, "enable_compilation_cache", lambda: None)
+    for as_json in (True, False):
+        script.main("some/model", "dp=1", "dp=1", 3, 10, 5, 2, as_json=as_json, out=tmp_path / "out.json")
+        printed, written = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+        assert [row["prompt_tokens"] for row in written["rows"]] == [10, 25, 40]
+        assert written["same_tokens"] == 45 and written["settings"]["model"] == "model"
+        assert not as_json or json.loads(printed) == written
+    assert "from 2" in printed and "differ: 45 of 45" in printed
+
+
+def test_turns_refuse_layouts_that_are_none() -> None:
+    script = part("disaggregated_turns")
+    with pytest.raises(script.typer.BadParameter, match="dcp=3 must divide"):
+        script.main("demo", "pcp=8,dcp=3", "dp=1", 2, 10, 5, 1)
 
 
 @pytest.mark.slow

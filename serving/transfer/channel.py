@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from glmjax.errors import ConfigError
 from glmjax.serving.clock import Clock
 from glmjax.serving.transfer.interface import TransferError
 
@@ -27,7 +28,7 @@ _HEAD = struct.Struct(">I")
 
 
 class ChannelServer:
-    """Answers calls, each in a thread of its own, until closed.
+    """Answers calls, each in a thread of its own, until closed. ConfigError if there is no listening there.
 
     Attributes:
       port: where; chosen by the system if 0 was asked for.
@@ -43,7 +44,10 @@ class ChannelServer:
                 except (OSError, TransferError) as error:
                     log.info("a call from %s ended early: %s", self.client_address, error)
 
-        self._server = _Server((host, port), Handler)
+        try:
+            self._server = _Server((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(f"the connector cannot listen on {host}:{port}: {error}") from None
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, name="kv-channel", daemon=True
@@ -75,6 +79,11 @@ def call(host: str, port: int, message: Message, clock: Clock, timeout: float) -
 
 
 class _Server(socketserver.ThreadingTCPServer):
+    def __init__(self, address: tuple[str, int], handler: type[socketserver.BaseRequestHandler]):
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, handler)
+
     allow_reuse_address = True
     daemon_threads = True
     block_on_close = False

@@ -92,14 +92,14 @@ class PullConnector(abc.ABC):
 
     # Producer.
 
-    def offer(self, request_id: str, blocks: Sequence[int], num_tokens: int, group: int = 0) -> Offer:
+    def offer(self, request_id: str, blocks: Sequence[int], num_tokens: int, group: int = 0, prompt: str = "") -> Offer:
         if not 0 <= group < self.info.dp:
             raise ValueError(f"group must be in [0, {self.info.dp}), got {group}")
         check_side(Side.of(self.info, blocks, group), self._slots, num_tokens)
         with self._lock:
             if self._closed:
                 raise ValueError("the connector is closed")
-            lease = self._book.offer(request_id, blocks, num_tokens, group, self.clock.monotonic())
+            lease = self._book.offer(request_id, blocks, num_tokens, group, self.clock.monotonic(), prompt)
         return Offer(
             engine_id=self.info.engine_id,
             request_id=request_id,
@@ -110,6 +110,7 @@ class PullConnector(abc.ABC):
             host=self.host,
             port=self.port,
             lease_seconds=self.settings.lease_seconds,
+            prompt=prompt,
         )
 
     def withdraw(self, request_id: str) -> bool:
@@ -155,7 +156,8 @@ class PullConnector(abc.ABC):
                     return {"state": book.fail(request_id, now)}
             lease = book.begin(request_id, now)
         if message.get("verb") == "begin":
-            fields = {"blocks": lease.blocks, "num_tokens": lease.num_tokens, "group": lease.group}
+            names = ("blocks", "num_tokens", "group", "prompt")
+            fields = {name: getattr(lease, name) for name in names}
             return {"seconds": book.seconds, **fields}
         return self._answer_other(message, lease)
 
@@ -239,6 +241,8 @@ class PullConnector(abc.ABC):
         asked = self.clock.monotonic()
         granted = self._ask(offer, "begin")
         guard.extend(asked, granted["seconds"])
+        if granted["prompt"] != offer.prompt:
+            raise TransferError(f"request {offer.request_id!r} is offered with the KV of another prompt")
         # The offer has passed through other hands: what the producer itself says is what is read.
         offered = (offer.num_tokens, offer.group, offer.dcp, offer.blocks)
         truth = (granted["num_tokens"], granted["group"], peer.info.dcp, tuple(granted["blocks"]))

@@ -136,6 +136,8 @@ class Offer:
       num_tokens: tokens, from the first on, whose KV is there.
       group: the data-parallel rank that has them.
       lease_seconds: for how long, from the offer on, unless extended. A duration: clocks of two engines do not compare.
+      prompt: ``prompt_digest`` of the tokens that the KV is of: as the producer has it, and in the consumer's hands as
+        the consumer wants it.
     """
 
     engine_id: str
@@ -147,6 +149,7 @@ class Offer:
     host: str = ""
     port: int = 0
     lease_seconds: float = 30.0
+    prompt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +166,7 @@ class Lease:
     group: int
     state: LeaseState
     deadline: float
+    prompt: str = ""
 
 
 class Fetch:
@@ -213,7 +217,7 @@ class Connector(Protocol):
 
     # Producer.
 
-    def offer(self, request_id: str, blocks: Sequence[int], num_tokens: int, group: int = 0) -> Offer:
+    def offer(self, request_id: str, blocks: Sequence[int], num_tokens: int, group: int = 0, prompt: str = "") -> Offer:
         """Leases computed blocks to whoever fetches them. They stay as they are until ``collect`` returns the lease."""
         ...
 

@@ -67,35 +67,28 @@ def from_params(params: Mapping[str, Any] | None) -> Offer | None:
         dcp=dcp,
         host=_text(params, "remote_host", default=""),
         port=_whole(params, "remote_port", 0, most=65535, default=0),
-        lease_seconds=_seconds(params, "remote_lease_seconds", default=30.0),
+        lease_seconds=max(1.0, _seconds(params, "remote_lease_seconds", default=30.0)),
     )
 
 
-def read_params(params: Any, num_prompts: int, role: Role | None) -> list[tuple[bool, Offer | None]]:
-    """For each prompt of a call, whether its KV is to be offered, and where it can be fetched.
+def read_params(params: Any, num_prompts: int, role: Role | None) -> tuple[bool, Offer | None]:
+    """Whether a call's KV is to be offered, and where it can be fetched.
 
     Args:
-      params: one object, or for a call with several prompts also a list of one for each.
       role: of the engine: "prefill" offers, "decode" fetches, None does neither.
 
     Raises:
-      RequestError: the parameters are not well formed, or ask for what such an engine does not do.
+      RequestError: the parameters are not well formed, ask for what such an engine does not do, or come with several
+        prompts.
     """
-    each = params if isinstance(params, list) else [params] * num_prompts
-    if len(each) != num_prompts:
-        raise RequestError(f"{PARAM}: {len(each)} objects for {num_prompts} prompts", PARAM)
-    found = [(asks_for_offer(one), from_params(one)) for one in each]
-    if num_prompts > 1 and not isinstance(params, list) and found[0][1] is not None:
-        raise RequestError(f"{PARAM}: one offer for {num_prompts} prompts; give a list of one for each", PARAM)
-    for flag, allowed, wanted in (
-        ("do_remote_decode", role == "prefill", any(send for send, _ in found)),
-        ("do_remote_prefill", role == "decode", any(offer is not None for _, offer in found)),
-    ):
-        if wanted and not allowed:
-            other = {"do_remote_decode": "prefill", "do_remote_prefill": "decode"}[flag]
+    send, offer = asks_for_offer(params), from_params(params)
+    for flag, wanted, other in (("do_remote_decode", send, "prefill"), ("do_remote_prefill", offer, "decode")):
+        if wanted and role != other:
             this = "has no role" if role is None else f"has the role {role}"
             raise RequestError(f"{PARAM}: {flag} is for an engine started with --role {other}; this one {this}", PARAM)
-    return found
+    if (send or offer) and num_prompts > 1:
+        raise RequestError(f"{PARAM} is for calls with one prompt, got {num_prompts}", PARAM)
+    return send, offer
 
 
 def _flags(params: Any) -> tuple[bool, bool]:

@@ -14,11 +14,11 @@ from tensors import Tensors, assert_same, dequantized, read_folder, write_file
 import glmjax
 from glmjax import hf_read
 from glmjax.blockfp8 import dequantize
-from glmjax.checkpoint import convert, load_checkpoint
+from glmjax.checkpoint import convert, load_checkpoint, save_pretrained, weights_name
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.hf_names import FP8_LEAVES, HALVES, pieces
-from glmjax.params import Params, QuantizedWeight
+from glmjax.params import Params, QuantizedWeight, random_params
 from glmjax.sharding.layout import Layout
 
 TINY = REFERENCE / "tiny_glm"
@@ -279,3 +279,21 @@ def test_names_of_glm_5_2_fp8():
     assert len(names) + len(quantized) == 118_629
     last = [name for name in names if name.startswith("model.layers.78.")]
     assert len(last) == 791
+
+
+@pytest.mark.parametrize("to", ["hf", "orbax"])
+def test_weights_have_a_name_that_copies_share_and_changed_ones_do_not(to, tmp_path):
+    config = GLMConfig.tiny()
+    params = random_params(config)
+    save_pretrained(config, params, tmp_path / "hf")
+    save_pretrained(config, params, tmp_path / "again", max_shard_bytes=20_000)
+    other = params.replace(head=params.head.at[-1].add(1.0))
+    save_pretrained(config, other, tmp_path / "other")
+    names = []
+    for folder in ("hf", "again", "other"):
+        path = tmp_path / folder
+        if to == "orbax":
+            convert(path, tmp_path / f"{folder}-orbax", to="orbax")
+            path = tmp_path / f"{folder}-orbax"
+        names.append(weights_name(path))
+    assert names[0] == names[1] != names[2]

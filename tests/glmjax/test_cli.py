@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import small_model
 import typer
+from child_environment import without_devices
 
 import glmjax
 from glmjax import cli
@@ -92,8 +93,7 @@ def test_generate_prints_json_and_nothing_else(folder):
 def test_generate_under_a_layout_simulates_the_devices_it_needs(folder):
     """And says the same as one device."""
     degrees = ["--pcp", "2", "--tp", "2", "--dcp", "4", "--ep", "4", "--block-size", "4"]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    run = process("-m", "glmjax", "generate", folder, "-p", "ab", "--json", *FEW, *degrees, env=environment)
+    run = process("-m", "glmjax", "generate", folder, "-p", "ab", "--json", *FEW, *degrees, env=without_devices())
     assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout)[0]["token_ids"] == expected_tokens("ab", 32).token_ids
 
@@ -279,8 +279,7 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_2(glm, folder):
     ],
 )
 def test_example_runs(example, shown, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    run = process(EXAMPLES / example, env=environment, cwd=tmp_path)
+    run = process(EXAMPLES / example, env=without_devices(), cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert re.search(shown, run.stdout), run.stdout
 

@@ -242,6 +242,10 @@ def whole_sequence(model):
         cache, hidden, chosen = run_layers(params, config, cache, dataclasses.replace(share, tokens=tokens))
         return cache, hidden, chosen, jnp.argmax(logits(params, hidden), axis=-1)
 
+    @jax.jit
+    def selected_by_mtp(cache, hidden, tokens):
+        return mtp_layer(params, config, cache, hidden, dataclasses.replace(share, tokens=tokens))[2]
+
     tokens = np.zeros((1, length), np.int32)
     tokens[0, : len(prompt)] = prompt
     for place in range(len(prompt), length):
@@ -250,8 +254,7 @@ def whole_sequence(model):
     cache, hidden, chosen, best = trunk(tokens)
     following = np.roll(tokens, -1, axis=1)
     following[0, -1] = best[-1]
-    _, _, by_mtp = mtp_layer(params, config, cache, hidden, dataclasses.replace(share, tokens=jnp.asarray(following)))
-    return np.concatenate([chosen, by_mtp[None]])
+    return np.concatenate([chosen, selected_by_mtp(cache, hidden, following)[None]])
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import jax
 import layouts
 import numpy as np
 import pytest
+from child_environment import without_devices
 from layouts import BLOCK, CONFIG, LENGTHS, NEW_TOKENS, REQUESTS, Case
 
 from glmjax import codec
@@ -179,8 +180,9 @@ def test_no_program_copies_a_pool(case):
 def test_sixteen_devices_equal_one():
     code = "import layouts, sys; [layouts.assert_equals_one_device(layouts.Case(text)) for text in sys.argv[1:]]"
     command = [sys.executable, "-c", code, "pcp=8,tp=2,dcp=8,ep=16", "dp=2,pcp=8,dcp=8,ep=16"]
-    settings = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=16",
+    settings = without_devices()
+    settings |= {
+        "XLA_FLAGS": f"{settings['XLA_FLAGS']} --xla_force_host_platform_device_count=16",
         "PYTHONPATH": os.pathsep.join([str(Path(layouts.__file__).parent), *sys.path]),
     }
     done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)

@@ -102,7 +102,10 @@ def test_an_unknown_option_is_named_with_the_known_ones():
         ({"prefill": "dp=1"}, "prefill must be left at None without the other of prefill and decode"),
         ({"decode": "dp=1"}, "decode must be left at None without the other of prefill and decode"),
         ({"prefill": "dp=1", "decode": "dp=1", "layout": "tp=2"}, "layout must be left out where prefill and decode"),
-        ({"prefill": "dp=1", "decode": "dp=1", "hisparse_host_gib": 1}, "prefill must be left at None with KV rows in"),
+        (
+            {"prefill": "dp=1", "decode": "dp=1", "kv_offload": "host", "kv_offload_gib": 1},
+            "kv_offload must be left at None with prefill and decode",
+        ),
         ({"kv_offload": "host"}, "kv_offload must come with kv_offload_gib"),
         ({"kv_offload_gib": 1}, "kv_offload_gib must be left at None without kv_offload='host', got 1"),
         ({"kv_offload": "host", "kv_offload_gib": 1, "hisparse_host_gib": 1}, "asks for HiSparse: give one of them"),
@@ -118,3 +121,8 @@ def test_options_that_do_not_go_together_are_refused(options, message):
 def test_two_layouts_may_be_texts():
     options = engine_options(prefill="pcp=2,dcp=2", decode="dp=2,ep=2")
     assert (options.prefill, options.decode) == (Layout(pcp=2, dcp=2), Layout(dp=2, ep=2))
+
+
+def test_two_layouts_go_with_hisparse():
+    options = engine_options(prefill="dp=1", decode="dp=1", hisparse_host_gib=2, hisparse_buffer=64)
+    assert (options.hisparse_host_gib, options.hisparse_buffer) == (2, 64)

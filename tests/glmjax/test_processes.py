@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from glmjax.checkpoint import save_pretrained
 from glmjax.errors import ConfigError, GlmjaxError
 from glmjax.options import engine_options
 from glmjax.params import random_params
-from glmjax.processes import close_all, for_role, serve_pair, start_pair
+from glmjax.processes import EngineProcess, for_role, serve_pair, start_pair
 from glmjax.sharding.layout import Layout
 
 OPTIONS = {**small_model.OPTIONS, "max_num_batched_tokens": 16, "max_num_seqs": 4, "kv_cache_dtype": "float32"}
@@ -78,9 +77,32 @@ def options_of_a_pair(**more):
     return engine_options(**OPTIONS, prefill="dp=1", decode="dp=1", **more)
 
 
-def test_what_keeps_an_engine_from_starting_is_said_and_both_are_ended(tmp_path):
+def test_what_keeps_an_engine_from_starting_is_said_and_both_are_ended(tmp_path, monkeypatch):
+    made = []
+    init = EngineProcess.__init__
+    monkeypatch.setattr(EngineProcess, "__init__", lambda self, *a: (made.append(self), init(self, *a))[1])
     with pytest.raises(GlmjaxError, match=r"(prefill|decode) engine: .*nothing not found"):
         start_pair(str(tmp_path / "nothing"), options_of_a_pair(), {})
+    assert [engine.process.poll() is not None for engine in made] == [True, True]
+
+
+def test_a_decode_engine_that_ends_ends_the_server(monkeypatch):
+    class Engine:
+        url, ended = "http://127.0.0.1:1", None
+
+        def close(self):
+            pass
+
+    engines = Engine(), Engine()
+    monkeypatch.setattr("glmjax.processes.start_pair", lambda *_: engines)
+    server, _ = serve_pair("demo", "127.0.0.1", 0, options_of_a_pair(), {}, ())
+    engines[0].ended = "the prefill engine has ended"  # its prompts can be computed elsewhere
+    assert server.fault() is None
+    engines[1].ended = "the decode engine has ended"
+    with pytest.raises(GlmjaxError, match="the decode engine has ended"):
+        server.wait()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url)
 
 
 def test_engines_end_with_who_started_them(tmp_path):
@@ -121,7 +143,8 @@ def test_a_port_that_is_taken_ends_the_engines(monkeypatch):
 
     engines = Engine(), Engine()
     monkeypatch.setattr("glmjax.processes.start_pair", lambda *_: engines)
-    with serve_pair("demo", "127.0.0.1", 0, options_of_a_pair(), {}, ()) as server, pytest.raises(GlmjaxError):
+    server, _ = serve_pair("demo", "127.0.0.1", 0, options_of_a_pair(), {}, ())
+    with server, pytest.raises(GlmjaxError, match="in use"):
         serve_pair("demo", "127.0.0.1", server.port, options_of_a_pair(), {}, ())
     assert [engine.closed for engine in engines] == [2, 2]
 
@@ -156,13 +179,17 @@ def test_each_engine_sees_gpus_of_its_own(visible, seen, monkeypatch):
             pass
 
     monkeypatch.setattr("glmjax.processes.EngineProcess", Engine)
-    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{n}" for n in range(4)])
+    for name in ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS"):
+        monkeypatch.delenv(name, raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     start_pair("demo", engine_options(prefill="dp=2", decode="dp=2,ep=2"), {})
     assert started == seen
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    with pytest.raises(ConfigError, match=r"need 4 GPUs, and CUDA_VISIBLE_DEVICES=0,1,2 has 3"):
+    with pytest.raises(ConfigError, match=r"need 4 GPUs, and this process sees 3 \(0, 1, 2\)"):
         start_pair("demo", engine_options(prefill="dp=2", decode="dp=2,ep=2"), {})
-    close_all([])
+    for name, value in (("JAX_PLATFORMS", "cpu"), ("CUDA_VISIBLE_DEVICES", "")):
+        monkeypatch.setenv(name, value)
+        start_pair("demo", engine_options(prefill="dp=2", decode="dp=2,ep=2"), {})
+        assert started[-2:] == [None, None]

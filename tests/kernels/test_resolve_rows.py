@@ -125,7 +125,7 @@ def test_equals_the_twin_over_sequences_of_calls(example):
         found = resolve(*arguments, first_written=written, context=shape[3])
         twin = resolve_rows_numpy(*arguments, first_written=written, context=shape[3])
         check_equal(found, twin)
-        if (written == shape[3]).all():
+        if shape in (SHAPES[0], TOO_SMALL[0]) and (written == shape[3]).all():  # other programs
             check_equal(resolve(*arguments, context=shape[3]), twin)
         owner, order = twin.owner, twin.order
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from child_environment import without_devices
 from device_addresses import Values, instructions
 from h200_code import check_code, compile_case, compile_program, needs_plugin
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -98,12 +99,18 @@ def run(queries, pools, rows, splits=1):
     return np.asarray(out, np.float64), np.asarray(lse)
 
 
+@functools.cache
+def many_devices():
+    """A process of its own: every warpgroup of a cluster needs a thread of XLA's pool, or they hang."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
 def run_cluster(*arguments, splits):
-    """As ``run``, in a process of its own: every warpgroup of a cluster needs a thread of XLA's pool, or they hang."""
+    """As ``run``, in a process with a device for each warpgroup."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=64")
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(run, *arguments, splits=splits).result()
+        flags = without_devices()["XLA_FLAGS"]
+        patch.setenv("XLA_FLAGS", f"{flags} --xla_force_host_platform_device_count=64")
+        return many_devices().submit(run, *arguments, splits=splits).result()
 
 
 def assert_close(actual, wanted, roundings=2):

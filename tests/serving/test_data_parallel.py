@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from glmjax.errors import RequestError
 from glmjax.serving.clock import ManualClock
-from glmjax.serving.data_parallel import DataParallelScheduler
+from glmjax.serving.data_parallel import DataParallelScheduler, num_cached_tokens
 from glmjax.serving.engine import Engine
 from glmjax.serving.fake import FakeRunner
 from glmjax.serving.plan import Chunk
@@ -67,6 +67,29 @@ def test_any_mix_gives_what_one_scheduler_gives_and_leaves_nothing(ranks, length
     stats = engine.stats()
     assert stats["free_blocks"] == stats["total_blocks"] == ranks * engine.scheduler.config.num_blocks
     assert stats["num_running"] == stats["num_waiting"] == 0 and not engine.scheduler._rank_of
+
+
+def test_a_next_turn_goes_to_the_rank_that_knows_the_conversation():
+    engine = make(3, max_num_seqs=4)
+    ranks = engine.scheduler.ranks
+    turns = [engine.submit(prompt(20, i), greedy()) for i in range(3)]
+    finish(engine)
+    for i in (2, 0, 1):
+        text = [*prompt(20, i), *turns[i].result(timeout=0).outputs[0].token_ids, 5]
+        known = num_cached_tokens(ranks, text)
+        handle = engine.submit(text, greedy())
+        finish(engine)
+        assert handle.result(timeout=0).num_cached_tokens == known >= 20
+
+
+def test_a_rank_with_much_more_to_do_is_passed_over():
+    engine = make(2)
+    engine.submit(prompt(20), greedy())
+    finish(engine)
+    for _ in range(4):
+        engine.submit([*prompt(20), 5], greedy(16))
+    engine.step()
+    assert [len(s.running) + len(s.waiting) for s in engine.scheduler.ranks] == [2, 2]
 
 
 def test_requests_are_spread_over_the_ranks():

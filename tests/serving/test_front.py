@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import socket
 import threading
 import time
 
@@ -18,13 +19,13 @@ LONG = list(range(20, 60))
 class House:
     """Two servers, their engines, and a front."""
 
-    def __init__(self, prefill=None, decode=None, **options):
+    def __init__(self, prefill=None, decode=None, engine_keys=(), **options):
         hub = {}
         self.prefill = make_engine("prefill-1", "prefill", hub=hub, **(prefill or {}))
         self.decode = make_engine("decode-1", "decode", hub=hub, block_size=3, **(decode or {}))
         self.stack = contextlib.ExitStack()
         self.servers = [
-            self.stack.enter_context(start_server(engine, role))
+            self.stack.enter_context(start_server(engine, role, engine_keys))
             for engine, role in ((self.prefill, "prefill"), (self.decode, "decode"))
         ]
         urls = [server.url for server in self.servers]
@@ -94,11 +95,11 @@ def test_answers_are_those_of_one_engine(house):
     assert house.prefill.stats()["kv_transfer_leases_done"] - before == 5  # all but the two short ones
 
 
-def test_a_call_with_several_prompts_takes_the_same_way(house):
-    before = house.decode.stats()["kv_transfer_fetches_done"]
+def test_a_call_with_several_prompts_is_the_decode_engines(house):
+    before = house.routed()["decode"]
     prompts = [[90 + n, *range(30)] for n in range(3)]
     assert ids_of(house.ask(prompts)) == [expected(prompt, 5) for prompt in prompts]
-    assert house.decode.stats()["kv_transfer_fetches_done"] - before == 3
+    assert house.routed()["decode"] == before + 1
 
 
 def test_several_completions_of_a_prompt(house):
@@ -138,7 +139,25 @@ def test_short_prompts_and_short_rests_skip_the_prefill_engine(house):
 def test_the_decode_engine_answers_all_other_paths(house):
     assert house.web.get("/v1/models").json()["data"][0]["id"] == "fake"
     assert house.web.post("/tokenize", json={"prompt": "ab"}).json()["tokens"] == TOKENIZER.encode("ab")
+    assert house.web.get("/v1/models/fake").json()["id"] == "fake"
     assert house.web.get("/nowhere").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/./completions", "/a/../v1/completions", "//v1/completions", "/v1/completions/"])
+def test_no_way_round_leads_a_clients_own_offer_to_the_decode_engine(house, path):
+    offer = offered(house, [9, *LONG])
+    body = json.dumps({"prompt": [9, *LONG], "max_tokens": 2, "kv_transfer_params": offer}).encode()
+    before = house.decode.stats()["kv_transfer_fetches_done"]
+    # A client may send any path.
+    with socket.create_connection((house.front.host, house.front.port), timeout=10) as plain:
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        plain.sendall(head.encode() + body)
+        answer = b""
+        while piece := plain.recv(65536):
+            answer += piece
+    assert answer.split()[1] in (b"404", b"405", b"307")
+    assert house.decode.stats()["kv_transfer_fetches_done"] == before
+    decoded(house, [9, *LONG], offer)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +182,20 @@ def test_a_body_that_is_no_json_is_an_error(house):
 
 
 def test_keys_are_asked_for_and_handed_on():
-    with House(api_keys=["secret"]) as house:
+    with House(api_keys=["secret"], engine_keys=["secret"]) as house:
         assert house.ask(LONG).status_code == 401
         house.web.headers["authorization"] = "Bearer secret"
         assert ids_of(house.ask(LONG)) == [expected(LONG, 5)]
+        assert house.routed() == {"prefill": 1}
+
+
+def test_both_engines_know_a_call_by_one_name(house):
+    name = "call-of-a-test"
+    answer = house.web.post(
+        "/v1/completions", json={"prompt": [10, *LONG], "max_tokens": 2}, headers={"x-request-id": name}
+    )
+    assert answer.json()["id"] == f"cmpl-{name}"
+    assert house.decode.stats()["kv_transfer_leases_held"] == 0
 
 
 def test_without_its_prefill_engine_the_decode_engine_computes_prompts():
@@ -180,7 +209,7 @@ def test_without_its_prefill_engine_calls_fail_where_that_is_wanted():
     with House(on_failure="fail") as house:
         house.servers[0].close()
         answer = house.ask(LONG)
-        assert answer.status_code == 502 and "cannot be reached" in answer.json()["error"]["message"]
+        assert answer.status_code == 502 and "was not computed" in answer.json()["error"]["message"]
         assert house.web.get("/health").status_code == 503
         assert ids_of(house.ask([1, 2, 3])) == [expected([1, 2, 3], 5)]
 
@@ -211,6 +240,38 @@ def test_a_stream_whose_engine_is_lost_ends_with_an_error():
             threading.Thread(target=house.servers[1].close).start()
             events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]" and "error" in json.loads(events[-2])
+
+
+def test_a_prefill_engine_that_cannot_be_reached_is_left_alone_for_a_while(monkeypatch):
+    with House() as house:
+        house.servers[0].close()
+        for _ in range(2):
+            ids_of(house.ask(LONG))
+        tried = []
+        monkeypatch.setattr(httpx.AsyncClient, "post", lambda *a, **k: tried.append(a))
+        assert ids_of(house.ask([1, *LONG])) == [expected([1, *LONG], 5)]
+        assert not tried
+
+
+def test_an_error_of_the_prefill_engine_reaches_the_client_where_calls_are_to_fail():
+    with House(on_failure="fail", prefill={"num_blocks": 5}) as house:
+        answer = house.ask(LONG)
+        assert answer.status_code == 400 and "KV blocks" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_can_leave_a_decode_engine_that_hangs(stream):
+    with socket.socket() as deaf, House() as house:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        with front_of(house.servers[0].url, f"http://127.0.0.1:{deaf.getsockname()[1]}") as front:
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(front.url + "/v1/completions", json={"prompt": LONG, "stream": stream}, timeout=0.5)
+            connection, _ = deaf.accept()
+            connection.settimeout(10)
+            while connection.recv(65536):  # until the front hangs up too
+                pass
+            connection.close()
 
 
 @pytest.mark.parametrize("slow", ["prefill", "decode"])
@@ -271,6 +332,25 @@ def test_a_sidecar_can_drive_both_engines(house):
     house.all_returned()
 
 
+def test_an_offer_of_another_prompt_is_not_believed(house):
+    params = offered(house, [11, *LONG])
+    for _ in range(2):  # nor is anything of it found later
+        assert ids_of(decoded(house, [12, *LONG], params)) == [expected([12, *LONG], 4)]
+    house.all_returned()
+
+
+@pytest.mark.parametrize("stop", ["", "\x7f"])
+def test_a_prompt_whose_output_is_ended_by_a_stop_string_is_over(house, stop):
+    """There is nothing to offer then, and whoever waits is told."""
+    prompt = next([n, *LONG] for n in range(250) if 65 <= expected([n, *LONG], 1)[0] <= 90)
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "stop": [stop or chr(expected(prompt, 1)[0])]}
+    body["kv_transfer_params"] = {"do_remote_decode": True}
+    answer = httpx.post(house.servers[0].url + "/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    assert ("kv_transfer_params" in answer.json()) == bool(stop)
+    house.all_returned()
+
+
 def test_an_offer_that_is_used_twice_is_computed_the_second_time(house):
     prompt = [7, *LONG]
     params = offered(house, prompt)
@@ -312,7 +392,7 @@ def test_an_engine_of_another_version_is_refused_and_named():
         (0, {"do_remote_prefill": True, "remote_engine_id": "x"}, "remote_num_tokens"),
         (1, {"do_remote_decode": True}, "--role prefill"),
         (1, "yes", "must be an object"),
-        (1, [{}, {}], "2 objects for 1 prompts"),
+        (1, [{}, {}], "must be an object"),
         (1, {"do_remote_prefill": True, "do_remote_decode": True}, "exclude"),
     ],
 )
@@ -336,6 +416,26 @@ def test_the_offer_of_a_call_that_is_refused_is_given_up(house, more):
     body = {"prompt": LONG, "kv_transfer_params": params, **more}
     assert httpx.post(house.servers[1].url + "/v1/completions", json=body, timeout=30).status_code == 400
     house.all_returned(seconds=3)
+
+
+def test_a_call_sent_again_does_not_end_the_lease_of_the_first():
+    with House(decode={"delay": 0.1}) as house:
+        params = offered(house, LONG)
+        body = {"prompt": LONG, "max_tokens": 8, "temperature": 0, "return_token_ids": True, "request_id": "same"}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            url, body = house.servers[1].url + "/v1/completions", body | {"kv_transfer_params": params}
+            first = pool.submit(httpx.post, url, json=body, timeout=30)
+            while not house.decode.stats()["num_running"]:
+                time.sleep(0.01)
+            assert "in use" in httpx.post(url, json=body, timeout=30).json()["error"]["message"]
+            assert ids_of(first.result()) == [expected(LONG, 8)]
+        assert house.decode.stats()["kv_transfer_recomputed"] == 0
+
+
+def test_several_prompts_have_no_params(house):
+    body = {"prompt": [LONG, LONG], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    answer = httpx.post(house.servers[0].url + "/v1/completions", json=body, timeout=30)
+    assert answer.status_code == 400 and "one prompt" in answer.json()["error"]["message"]
 
 
 def test_an_offer_is_not_made_in_a_stream(house):

@@ -91,10 +91,11 @@ class Chaos:
     def start_front(self):
         """A front where the last one was, if there was one."""
         port = 0 if self.front is None else self.front.port
-        app = build_front(
-            lambda body: Pair(self.prefill.url, self.decode.url),
-            FrontOptions(min_prefill_tokens=4, prefill_timeout=5.0),
-        )
+
+        async def choose(path, headers, body):
+            return Pair(self.prefill.url, self.decode.url)
+
+        app = build_front(choose, FrontOptions(min_prefill_tokens=4, prefill_timeout=5.0))
         self.front = Server(app, port=port, grace_s=1)
 
     def restart_front(self):

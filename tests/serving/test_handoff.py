@@ -1,13 +1,12 @@
 """Requests that go from one engine to another, with runners that read the KV back."""
 
 import pytest
-from handoff_engines import StillClock, greedy, make_engine, prefilled, returned, run
+from handoff_engines import StillClock, check_any_schedule, greedy, lives, make_engine, prefilled, returned, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_schedules import VOCAB, alone, request
+from random_schedules import alone, request
 
 from glmjax.serving.handle import EngineError
-from glmjax.serving.transfer.params import from_params
 from glmjax.types import SamplingParams
 
 
@@ -172,19 +171,6 @@ def test_aborts_at_any_stage_leave_nothing_behind(steps):
     returned(prefill, decode)
 
 
-LIVES = st.lists(
-    st.fixed_dictionaries(
-        {
-            "length": st.integers(1, 40),
-            "shared": st.integers(0, 40),
-            "max_tokens": st.integers(1, 8),
-            "arrives": st.integers(0, 10),
-            "aborted": st.none() | st.integers(0, 25),
-        }
-    ),
-    min_size=1,
-    max_size=6,
-)
 SIDE = st.fixed_dictionaries(
     {
         "block_size": st.integers(1, 5),
@@ -199,40 +185,6 @@ SIDE = st.fixed_dictionaries(
 
 
 @settings(max_examples=150, deadline=None)
-@given(SIDE, SIDE, LIVES, st.sampled_from([None, 3, 9]))
-def test_any_schedule_over_two_engines_gives_what_each_request_gives_alone(one, other, lives, dies):
-    hub, clock = {}, StillClock()
-    prefill, decode = make_engine(hub, clock, **one), make_engine(hub, clock, **other)
-    prompts = [
-        [(i + (i >= life["shared"]) * 5 * n) % VOCAB for i in range(life["length"])] for n, life in enumerate(lives)
-    ]
-    sent, got = {}, {}
-
-    def over():
-        return len(got) == len(lives) and all(handle.finished for handle in got.values())
-
-    for step in range(3000):
-        for n, life in enumerate(lives):
-            if life["arrives"] == step:
-                sent[n] = prefill.submit(prompts[n], greedy(1), send=True)
-            if n in sent and n not in got and sent[n].finished:
-                offer = from_params(sent[n].output.kv_transfer_params)
-                got[n] = decode.submit(prompts[n], greedy(life["max_tokens"]), offer=offer)
-            if life["aborted"] == step and n in got:
-                decode.abort(got[n].request_id)
-        if step == dies:
-            hub.pop(prefill.scheduler.handoff.connector.info.engine_id)
-        if dies is not None and step > dies:
-            clock.now += 0.5  # nobody is told that a request is given up: leases have to run out
-        for engine in (prefill, decode):
-            engine.step()
-            engine.scheduler.check()
-        if over() and not prefill.has_work and not decode.has_work:
-            break
-    assert over()
-    for n, handle in got.items():
-        tokens = handle.result(timeout=0).outputs[0].token_ids
-        expected = alone(request("r", prompts[n], lives[n]["max_tokens"]))
-        assert tokens == (expected if handle.output.outputs[0].finish_reason != "abort" else expected[: len(tokens)])
-    clock.now += 31
-    returned(prefill, decode)
+@given(SIDE, SIDE, lives(40, 8), st.sampled_from([None, 3, 9]))
+def test_any_schedule_over_two_engines_gives_what_each_request_gives_alone(one, other, of, dies):
+    check_any_schedule(one, other, of, dies)

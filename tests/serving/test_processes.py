@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from child_environment import without_devices
 from reference import REFERENCE
 
 WORKER = Path(__file__).parents[1] / "process_worker.py"
@@ -34,7 +34,7 @@ def run(processes, devices, layout):
     prompts = [np.random.default_rng(n).integers(3, 300, n).tolist() for n in (1, 17, 40)]
     job = {"model": str(REFERENCE / "tiny_glm"), "options": OPTIONS | {"layout": layout}}
     job |= {"prompts": prompts, "max_tokens": 4}
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    environment = without_devices() | {"JAX_PLATFORMS": "cpu"}
     port = free_port()
     workers = [
         subprocess.Popen(

@@ -254,6 +254,17 @@ def test_loaded_blocks_are_clean_in_pages_that_can_be_had(pool):
     assert pool.free_pages == 3
 
 
+def test_reopened_blocks_are_dirty_until_they_are_written_back_again(pool):
+    pool.arrived([2, 3])
+    assert pool.reopen([3]) == [(3, pool.page_of[3])]
+    assert (pool.is_durable(3), pool.is_pinned(3), pool.free_pages) == (False, True, 3)
+    pool.check([[3]])
+    write_back(pool, [3])
+    pool.unpin([3])
+    assert pool.is_durable(3) and pool.free_pages == 4
+
+
+@pytest.mark.parametrize("verb", ["load", "reopen"])
 @pytest.mark.parametrize(
     ("blocks", "fault"),
     [
@@ -264,13 +275,13 @@ def test_loaded_blocks_are_clean_in_pages_that_can_be_had(pool):
     ],
     ids=["too many", "clean", "empty", "twice"],
 )
-def test_refused_load_changes_nothing(pool, blocks, fault):
+def test_refused_load_changes_nothing(pool, verb, blocks, fault):
     pool.arrived([2, 3, 4, 5])
     pool.place([0])
     write_back(pool, [0])
     before = state_of(pool)
     with pytest.raises(RuntimeError, match=fault):
-        pool.load(blocks)
+        getattr(pool, verb)(blocks)
     assert state_of(pool) == before
     pool.check([[0]])
 
@@ -469,7 +480,7 @@ class Serving:
         if len(self.requests) < 4:
             choice += [self.transfer, *[self.admit] * 4]
         if self.requests:
-            choice += [self.end, *[self.grow, self.spill] * 2, *[self.seal_head] * 4]
+            choice += [self.end, *[self.grow, self.spill, self.reopen] * 2, *[self.seal_head] * 4]
         if any(block.queued is not None for block in blocks):
             choice += [self.start_write_backs] * 6
         if any(block.writing is not None for block in blocks):
@@ -646,6 +657,23 @@ class Serving:
             self.host[b] = self.blocks[b].version
         self.requests.append(Request(blocks, []))
 
+    def reopen(self):
+        """A request goes on to write to its last block, which is on the host and nobody else's."""
+        request = self.rng.choice(self.requests)
+        last = request.blocks[-1:]
+        others = {b for r in self.requests if r is not request for b in r.blocks}
+        if not last or last[0] in others or self.blocks[last[0]].has_page:
+            return
+
+        def action():
+            ((b, page),) = self.real.reopen(last)
+            self.device[page] = self.host[b]
+
+        if self.take("reopen", 1, action):
+            self.blocks[last[0]] = Block(next(self.clock), pins=1)
+            self.device[self.real.page_of[last[0]]] = self.blocks[last[0]].version
+            request.pinned += last
+
     def evict(self):
         self.forget(self.draw_idle(2))
 
@@ -723,4 +751,4 @@ def walk(seed, steps=200):
 
 def test_pool_is_as_the_model_whatever_requests_do():
     seen = sum((walk(seed) for seed in range(60)), Counter())
-    assert min(seen.values()) >= 25 and len(seen) == 14, f"the walk hardly tries some of {seen}"
+    assert min(seen.values()) >= 25 and len(seen) == 16, f"the walk hardly tries some of {seen}"
