@@ -5,6 +5,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CANDIDATES := $(PYTHON) python3.12 $(lastword $(sort $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python))) \
@@ -21,8 +22,8 @@ help: ## what there is to make
 serve: $(VENV)/.base ## serve MODEL (a path, or demo) on HOST:PORT
 	$(BIN)/glmjax serve $(MODEL) --host $(HOST) --port $(PORT) $(ARGS)
 
-test: $(VENV)/.dev ## run the tests; ARGS goes to pytest
-	$(BIN)/pytest $(ARGS)
+test: $(VENV)/.dev ## run the tests, in WORKERS processes; ARGS goes to pytest
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.dev ## ruff and mypy
 	$(BIN)/ruff check .

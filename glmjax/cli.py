@@ -60,6 +60,7 @@ from glmjax.cli_options import (
     Sequences,
     SpeculationMode,
     SpeculationOption,
+    StageGib,
     SyntheticLength,
     SyntheticRates,
 )
@@ -119,6 +120,7 @@ def serve(
     connector: ConnectorOption = Connector.auto,
     connector_host: ConnectorHost = "127.0.0.1",
     connector_port: ConnectorPort = 0,
+    connector_stage_gib: StageGib = None,
     lease_seconds: Lease = 30.0,
 ) -> None:
     """Serve a model with OpenAI's HTTP API."""
@@ -167,6 +169,7 @@ def serve(
         connector=connector.value,
         connector_host=connector_host,
         connector_port=connector_port,
+        connector_stage_gib=connector_stage_gib,
         lease_seconds=lease_seconds,
         seed=seed,
     )

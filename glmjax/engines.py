@@ -1,6 +1,7 @@
 """Engines from options: pools are sized, programs compiled and joined with a scheduler; and two of them as one."""
 
 import dataclasses
+import functools
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from glmjax.checkpoint import load_checkpoint, weights_name
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.options import EngineOptions
-from glmjax.pool_sizes import PoolSizes, pool_sizes
+from glmjax.pool_sizes import PoolSizes, pool_sizes, stage_blocks
 from glmjax.programs import Programs, drafts_by_rows, step_shapes, with_contexts
 from glmjax.serving.clock import Clock
 from glmjax.serving.data_parallel import DataParallelScheduler
@@ -35,8 +36,6 @@ from glmjax.sharding.layout import Layout
 from glmjax.sharding.partition import param_specs
 from glmjax.sharding.relayout import KVSharding
 from glmjax.step_io import MAX_BANNED
-
-STAGED_REQUESTS = 2  # of the longest, which the stage for handing requests over holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +138,7 @@ def _handoffs(
 ) -> tuple[Exchange, list[Handoff]]:
     """What it takes to hand requests over, for each data-parallel rank."""
     layout = programs.layout
-    stage_blocks = STAGED_REQUESTS * programs.table_width
-    exchange = Exchange(programs, stage_blocks)
+    exchange = Exchange(programs, functools.partial(stage_blocks, options, layout.dp, programs.table_width))
     info = describe(
         config,
         exchange.memory,
@@ -154,7 +152,8 @@ def _handoffs(
     )
     connector = make_connector(info, exchange.memory, Clock(), peers.settings, peers.hub)
     collector, policy = Collector(connector, layout.dp), options.kv_load_failure_policy
-    return exchange, [Handoff(collector, stage_blocks, sizes.block_size, g, policy) for g in range(layout.dp)]
+    blocks = exchange.stage_blocks
+    return exchange, [Handoff(collector, blocks, sizes.block_size, group, policy) for group in range(layout.dp)]
 
 
 def build_pair(

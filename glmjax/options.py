@@ -60,6 +60,8 @@ class EngineOptions:
       connector: how KV travels between engines: "local" within a process, "nixl" or "jax" between processes and hosts;
         "auto" is "local" within a process, else "nixl" where it is installed and "jax" where not.
       connector_host, connector_port: where the engine's connector answers others; port 0 takes a free one.
+      connector_stage_gib: host memory of each data-parallel rank for KV on its way; None: two of the longest requests,
+        or one where two are more than 8 GiB. Longer prompts are not handed over.
       lease_seconds: for how long KV that is offered waits for a sign of life of who fetches it.
       seed: of requests that bring none.
     """
@@ -95,6 +97,7 @@ class EngineOptions:
     connector: Literal["auto", "local", "nixl", "jax"] = "auto"
     connector_host: str = "127.0.0.1"
     connector_port: int = 0
+    connector_stage_gib: float | None = None
     lease_seconds: float = 30.0
     seed: int = 0
 
@@ -123,7 +126,7 @@ class EngineOptions:
         self.drafting  # noqa: B018  checks the rates
         if not isinstance(self.enable_prefix_caching, bool):
             raise ConfigError(f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}")
-        for field in ("kv_cache_gib", "hisparse_host_gib", "kv_offload_gib"):
+        for field in ("kv_cache_gib", "hisparse_host_gib", "kv_offload_gib", "connector_stage_gib"):
             _positive(field, getattr(self, field))
         self._check_offload()
         self._check_disaggregation()
@@ -184,7 +187,7 @@ class EngineOptions:
         if self.role is None:
             of_roles = ["connector_host", "connector_port"]
             if self.prefill is None:
-                of_roles += ["connector", "lease_seconds"]
+                of_roles += ["connector", "lease_seconds", "connector_stage_gib"]
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
                 if field.name in of_roles and value != field.default:

@@ -20,6 +20,7 @@ from glmjax.tiers import Offload
 GIB = 1 << 30
 CPU_CACHE_GIB = 2.0  # KV pool on a CPU unless told otherwise, and at most a quarter of the memory
 HOST_SHARE = 0.95  # of the free memory that the host's pools may take
+STAGE_GIB = 8.0  # two requests on their way at most, unless one is longer
 SPARE_BLOCKS = 2  # of the host's pool, beyond the longest request
 
 
@@ -176,6 +177,30 @@ def _free_bytes(layout: Layout) -> float:
         return min(0.9 * memory["bytes_limit"] - memory["bytes_in_use"] for memory in stats if memory)
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(CPU_CACHE_GIB * GIB, memory_bytes / 4) / layout.num_devices
+
+
+def stage_blocks(options: EngineOptions, dp: int, longest: int, block_bytes: int) -> int:
+    """Blocks of the stage through which requests are handed over, of each data-parallel rank.
+
+    Args:
+      longest: blocks of the longest request. The stage holds two of them, or one where two are more than 8 GiB, unless
+        ``connector_stage_gib`` says otherwise.
+      block_bytes: of a block with the rows of all layers, on all DCP ranks.
+
+    Raises:
+      ConfigError: it holds no block, or this machine has no room for it.
+    """
+    blocks = max(longest, min(2 * longest, int(STAGE_GIB * GIB / block_bytes)))
+    if options.connector_stage_gib is not None:
+        blocks = int(options.connector_stage_gib * GIB / block_bytes)
+    need, free = blocks * block_bytes * dp, _available_bytes()
+    if blocks < 1 or need > HOST_SHARE * free:
+        raise ConfigError(
+            f"a stage of {blocks} blocks of {block_bytes / GIB:.4f} GiB for each of {dp} data-parallel ranks takes "
+            f"{need / GIB:.1f} GiB, and {HOST_SHARE:.0%} of the {free / GIB:.1f} GiB of free memory are to be had: set "
+            "connector_stage_gib"
+        )
+    return blocks
 
 
 def _check_host_memory(host_gib: float, layout: Layout) -> None:

@@ -164,6 +164,9 @@ class Engine:
         """
         arrival = self.clock.monotonic()
         prompt_ids, max_tokens = self.check_request(prompt_token_ids, sampling)
+        handoff = self.scheduler.ranks[0].handoff
+        if send and handoff is not None:
+            handoff.check_fits(len(prompt_ids))
         if offer is not None:
             offer = _for_prompt(offer, prompt_ids)
         streams = [self._text_stream(sampling) for _ in range(sampling.n)]

@@ -8,7 +8,7 @@ blocks are not offered.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,23 +35,25 @@ class Exchange:
     """Copies whole blocks, with compiled programs.
 
     Args:
-      stage_blocks: blocks of the stage of each data-parallel rank.
+      size: from the bytes of a block, on all DCP ranks, to the blocks of the stage of each data-parallel rank.
 
     Attributes:
+      stage_blocks: those blocks.
       memory: MLA and index rows of every rank, as connectors want them.
     """
 
-    def __init__(self, programs: Programs, stage_blocks: int):
+    def __init__(self, programs: Programs, size: Callable[[int], int]):
         layout = programs.layout
         self._tiers = programs.offload is not None
         self._copies = _copies_into_tiers(programs) if self._tiers else programs.block_copies()
         self._block_size, self._dp, self._dcp = programs.block_size, layout.dp, layout.dcp
-        slots = stage_blocks * programs.block_size
+        (layers, indexers), (mla, index) = self._copies.stacks, self._copies.row_bytes
+        self.stage_blocks = size((layers * mla + indexers * index) * programs.block_size * layout.dcp)
+        slots = self.stage_blocks * programs.block_size
 
         def rows(stack: int, width: int) -> list[np.ndarray]:
             return [np.zeros((stack, slots, width), np.uint8) for _ in range(layout.dp * layout.dcp)]
 
-        (layers, indexers), (mla, index) = self._copies.stacks, self._copies.row_bytes
         self._rows = rows(layers, mla), rows(indexers, index)
         self.memory: Memory = memory(*self._rows)
 

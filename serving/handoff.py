@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from glmjax.errors import RequestError
 from glmjax.serving.blocks import prompt_digest
 from glmjax.serving.plan import Handover
 from glmjax.serving.request import Request
@@ -108,6 +109,16 @@ class Handoff:
         """Lease what it takes to send a request that is about to start, or begin to fetch it; False: no room now."""
         return self.keep(request) and self.fetch(request, num_cached)
 
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        """RequestError for a prompt that is too long to be sent ever."""
+        blocks = -(-num_prompt_tokens // self.block_size)
+        if blocks > self.stage_blocks:
+            raise RequestError(
+                f"a prompt of {num_prompt_tokens} tokens needs {blocks} blocks on its way to another engine, and there "
+                f"is room for {self.stage_blocks}: raise connector_stage_gib",
+                "prompt",
+            )
+
     def keep(self, request: Request) -> bool:
         """Keep stage blocks for a request that is to be sent, before it starts; False if there are too few now."""
         if request.send and request.request_id not in self._kept:
@@ -157,6 +168,14 @@ class Handoff:
         if count == 0:
             self.connector.done(offer)
             request.offer = None
+            return True
+        if count > self.stage_blocks:
+            fetch = Fetch(offer, 0)
+            fetch.end(
+                TransferError(f"{count} blocks are lacking, and on their way there is room for {self.stage_blocks}")
+            )
+            self.connector.failed(offer, str(fetch.error))
+            self._arriving[request.request_id] = Arrival(fetch, (), num_cached, last)
             return True
         stage = self._take(count)
         if stage is None:

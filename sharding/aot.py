@@ -24,6 +24,7 @@ from glmjax.errors import ConfigError
 
 GPUS_PER_HOST = 8
 OPTIONS: Mapping[str, bool | int | str] = {
+    "xla_backend_optimization_level": 3,  # XLA's default, whatever XLA_FLAGS says for a CPU
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # The fields of a KV row travel together: of several collectives XLA lets only one at a time run beside the compute.
     "xla_gpu_all_gather_combine_threshold_bytes": 4 << 30,

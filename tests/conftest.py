@@ -20,6 +20,9 @@ if "device_count" not in os.environ.get("XLA_FLAGS", ""):
 if "collective_call_terminate_timeout" not in os.environ["XLA_FLAGS"]:
     # XLA ends the process when eight devices on two busy cores take 40 s to meet.
     os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
+if "backend_optimization_level" not in os.environ["XLA_FLAGS"]:
+    # LLVM takes a third of the time of most tests to optimise programs that run for milliseconds.
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 os.environ.setdefault("GLMJAX_CACHE", str(CACHE))
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))

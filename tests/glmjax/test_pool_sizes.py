@@ -13,7 +13,7 @@ from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.options import engine_options
 from glmjax.params import num_bytes
-from glmjax.pool_sizes import GIB, device_blocks, pool_sizes
+from glmjax.pool_sizes import GIB, device_blocks, pool_sizes, stage_blocks
 
 GLM = GLMConfig.glm_5_3()
 
@@ -102,3 +102,17 @@ def test_plain_offload_is_bounded_by_the_device(large_host):
 def test_dcp_ranks_share_the_pool(large_host):
     sizes = pool_sizes(GLM, hisparse(hisparse_host_gib=48, layout="pcp=8,dcp=8,ep=8"))
     assert (sizes.num_blocks, sizes.block_size) == (15_539 // 8, 512)
+
+
+def test_the_stage_holds_two_of_the_longest_requests_or_one_where_two_are_large():
+    options = engine_options()
+    assert stage_blocks(options, 1, 100, 1 << 20) == 200
+    assert stage_blocks(options, 1, 100, 1 << 26) == 128
+    assert stage_blocks(options, 1, 200, 1 << 26) == 200
+    assert stage_blocks(engine_options(connector_stage_gib=1, role="decode"), 1, 100, 1 << 26) == 16
+
+
+@pytest.mark.parametrize(("gib", "dp"), [(1e-6, 1), (10000, 1), (100, 100)])
+def test_a_stage_that_is_too_small_or_too_large_is_refused(gib, dp):
+    with pytest.raises(ConfigError, match=r"set connector_stage_gib"):
+        stage_blocks(engine_options(connector_stage_gib=gib, role="decode"), dp, 100, 1 << 20)

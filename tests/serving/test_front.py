@@ -306,6 +306,14 @@ def test_more_calls_than_the_stage_holds_all_get_their_answer():
         house.all_returned()
 
 
+@pytest.mark.parametrize("short", ["prefill", "decode"])
+def test_a_prompt_that_is_longer_than_the_stage_is_computed_where_it_is_decoded(short):
+    with House(**{short: {"stage_blocks": 8}}) as house:
+        assert ids_of(house.ask(LONG)) == [expected(LONG, 5)]
+        assert house.routed() == {"recomputed" if short == "prefill" else "prefill": 1}
+        house.all_returned()
+
+
 # -- kv_transfer_params, as a sidecar drives the engines ------------------------------------------
 
 

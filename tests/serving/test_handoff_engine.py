@@ -41,7 +41,7 @@ STAGE = 48
 def make_engine(num_drafts, layout, name, hub, connector="local"):
     programs = make_programs(num_drafts, layout, rows=4)
     where = programs.layout
-    exchange = Exchange(programs, STAGE)
+    exchange = Exchange(programs, lambda block_bytes: STAGE)
     info = describe(
         CONFIG,
         exchange.memory,

@@ -28,7 +28,7 @@ def expected():
 
 @functools.cache
 def exchange(programs):
-    return Exchange(programs, STAGE)
+    return Exchange(programs, lambda block_bytes: STAGE)
 
 
 class Receiver(LitteredRunner):

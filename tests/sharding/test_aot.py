@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from glmjax.errors import ConfigError
+from glmjax.kernels.machine_code import machine_code
 from glmjax.sharding import hlo
 from glmjax.sharding.aot import compile_for_h200, h200_devices
 
@@ -61,6 +62,20 @@ def test_devices_stand_in_hosts_of_eight(count, hosts):
     assert [device.id for device in devices] == list(range(count))
     assert {device.device_kind for device in devices} == {"NVIDIA H200"}
     assert {device.process_index for device in devices} == set(range(hosts))
+
+
+@needs_plugin
+def test_code_is_optimised_whatever_xla_flags_say():
+    """They tell XLA to optimise nothing here (conftest), and the GPU's compiler reads them too."""
+    mesh = h200_mesh(1)
+    array = abstract(mesh, (512, 512), dtype=jnp.float32)
+    default, optimised = (
+        machine_code(
+            compile_for_h200(lambda x: jnp.cumsum(jnp.sin(x), 0), array, mesh=mesh, options=options).executable
+        )
+        for options in (None, {"xla_backend_optimization_level": 3})
+    )
+    assert default == optimised
 
 
 @needs_plugin
