@@ -111,6 +111,9 @@ class DisaggregatedEngine:
             self.decode.go_on(handle.request_id)
             return handle
 
+        # What the decode engine has may be gone by then, which costs a recompute where that is allowed.
+        send_from = cached if self.on_failure == "recompute" else 0
+
         def computed(delta: OutputDelta) -> None:
             if delta.finished:
                 self._prompt_is_computed(handle.request_id, delta)
@@ -121,7 +124,14 @@ class DisaggregatedEngine:
             self._prompts[handle.request_id] = name
         try:
             self.prefill.submit(
-                ids, PROMPT_ONLY, name, priority=priority, cache_salt=cache_salt, on_output=computed, send=True
+                ids,
+                PROMPT_ONLY,
+                name,
+                priority=priority,
+                cache_salt=cache_salt,
+                on_output=computed,
+                send=True,
+                send_from=send_from,
             )
         except BaseException:
             self.decode.abort(handle.request_id)

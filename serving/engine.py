@@ -150,12 +150,14 @@ class Engine:
         cache_salt: str | None = None,
         on_output: OnOutput | None = None,
         send: bool = False,
+        send_from: int = 0,
         offer: Offer | None = None,
         held: bool = False,
     ) -> RequestHandle:
         """Check and queue a request; RequestError at once if it cannot be served as asked.
 
-        ``send`` offers its KV to another engine once its prompt is computed, and ``offer`` says where this engine can
+        ``send`` offers its KV to another engine, which has ``send_from`` tokens of it, once its prompt is computed, and
+        ``offer`` says where this engine can
         fetch it (the first completion does, others find it in the prefix cache).  ``held`` leaves it out of the queue
         until ``go_on``.
 
@@ -166,7 +168,7 @@ class Engine:
         prompt_ids, max_tokens = self.check_request(prompt_token_ids, sampling)
         handoff = self.scheduler.ranks[0].handoff
         if send and handoff is not None:
-            handoff.check_fits(len(prompt_ids))
+            handoff.check_fits(len(prompt_ids), send_from)
         if offer is not None:
             offer = _for_prompt(offer, prompt_ids)
         streams = [self._text_stream(sampling) for _ in range(sampling.n)]
@@ -187,7 +189,7 @@ class Engine:
                 for index in range(sampling.n)
             ]
             handle = RequestHandle(request_id, prompt, requests, streams, arrival, on_output)
-            requests[0].send, requests[0].offer = send, offer
+            requests[0].send, requests[0].send_from, requests[0].offer = send, send_from, offer
             self._handles[request_id] = handle
             if held:
                 self._held.add(request_id)

@@ -47,7 +47,7 @@ _KEEP_ALIVE = (
 )
 
 # The prefill engine computes the prompt; what it would sample, and how it would answer, is not used.
-_PROMPT_ONLY = {"max_tokens": 1, "n": 1, "temperature": 0, "stream": False, PARAM: {"do_remote_decode": True}}
+_PROMPT_ONLY = {"max_tokens": 1, "n": 1, "temperature": 0, "stream": False}
 _OUTPUT_FIELDS = (
     *("stream_options", "max_completion_tokens", "min_tokens", "best_of", "stop", "stop_token_ids", "echo"),
     *("logprobs", "top_logprobs", "return_token_ids"),
@@ -237,13 +237,14 @@ class _Front:
 
     async def _prefill(self, pair: Pair, call: _Call) -> tuple[Any, str]:
         """Where the KV of the call's prompt is, None if the decode engine is to compute it; and what became of it."""
-        uncached = await self._uncached_tokens(pair, call)
-        if uncached is None:
+        counts = await self._counts(pair, call)
+        if counts is None:
             return None, "refused"
+        length, uncached = (counts[name] for name in ("prompt_tokens", "uncached_tokens"))
         if len(uncached) != 1 or uncached[0] < self._options.min_prefill_tokens:
             return None, "decode"
         try:
-            return await self._offer(pair, call), "prefill"
+            return await self._offer(pair, call, length[0] - uncached[0]), "prefill"
         except _PrefillError as error:
             log.warning("prefill engine at %s: %s", pair.prefill, error)
             if self._options.on_failure == "recompute":
@@ -254,11 +255,13 @@ class _Front:
                 raise ApiError.relayed(answer.status_code, answer.content) from None
             raise ApiError(502, f"the prompt was not computed: {error}", *_UNREACHABLE) from None
 
-    async def _offer(self, pair: Pair, call: _Call) -> Any:
+    async def _offer(self, pair: Pair, call: _Call, cached_tokens: int) -> Any:
         recompute = self._options.on_failure == "recompute"
         if recompute and self._resting.get(pair.prefill, 0.0) > _now():
             raise _PrefillError("it could not be reached a moment ago")
-        asked = {k: v for k, v in call.body.items() if k not in _OUTPUT_FIELDS} | _PROMPT_ONLY
+        # What the decode engine has may be gone by then, which costs a recompute where that is allowed.
+        params = {"do_remote_decode": True, "cached_tokens": cached_tokens if recompute else 0}
+        asked = {k: v for k, v in call.body.items() if k not in _OUTPUT_FIELDS} | _PROMPT_ONLY | {PARAM: params}
         content = await asgi.off_loop(len(call.raw), msgspec.json.encode, asked)
         try:
             async with asyncio.timeout(self._options.prefill_timeout):
@@ -271,15 +274,15 @@ class _Front:
         if response.status_code != 200:
             raise _PrefillError(f"it answered {response.status_code}: {response.text[:500]}", response)
         try:
-            params = msgspec.json.decode(response.content).get(PARAM)
+            offer = msgspec.json.decode(response.content).get(PARAM)
         except (msgspec.DecodeError, AttributeError):
-            params = None
-        if params is None:
+            offer = None
+        if offer is None:
             raise _PrefillError(f"its answer has no {PARAM}")
-        return params
+        return offer
 
-    async def _uncached_tokens(self, pair: Pair, call: _Call) -> list[int] | None:
-        """Of each prompt, on the decode engine; None if the call is not one that it takes: it will say why."""
+    async def _counts(self, pair: Pair, call: _Call) -> dict[str, list[int]] | None:
+        """Tokens of each prompt, on the decode engine; None if the call is not one that it takes: it will say why."""
         url = f"{pair.decode}{call.path}/uncached_tokens"
         onward = self._client.build_request("POST", url, content=call.raw, headers=call.headers)
         response = await self._ask_decode(onward)
@@ -288,7 +291,7 @@ class _Front:
             raise ApiError(502, "the decode engine does not count uncached tokens", *_UNREACHABLE)
         if response.status_code != 200:
             return None
-        return list(msgspec.json.decode(response.content)["uncached_tokens"])
+        return msgspec.json.decode(response.content, type=dict[str, list[int]])
 
     async def _ask_decode(self, onward: httpx.Request, *, stream: bool = False) -> httpx.Response:
         """The decode engine's answer; ApiError if there is none. Streamed only if it is a stream of events."""

@@ -109,9 +109,9 @@ class Handoff:
         """Lease what it takes to send a request that is about to start, or begin to fetch it; False: no room now."""
         return self.keep(request) and self.fetch(request, num_cached)
 
-    def check_fits(self, num_prompt_tokens: int) -> None:
+    def check_fits(self, num_prompt_tokens: int, send_from: int = 0) -> None:
         """RequestError for a prompt that is too long to be sent ever."""
-        blocks = -(-num_prompt_tokens // self.block_size)
+        blocks = len(self._to_send(num_prompt_tokens, send_from))
         if blocks > self.stage_blocks:
             raise RequestError(
                 f"a prompt of {num_prompt_tokens} tokens needs {blocks} blocks on its way to another engine, and there "
@@ -122,7 +122,7 @@ class Handoff:
     def keep(self, request: Request) -> bool:
         """Keep stage blocks for a request that is to be sent, before it starts; False if there are too few now."""
         if request.send and request.request_id not in self._kept:
-            stage = self._take(-(-request.num_prompt_tokens // self.block_size))
+            stage = self._take(len(self._to_send(request.num_prompt_tokens, request.send_from)))
             if stage is None:
                 return False
             self._kept[request.request_id] = stage
@@ -131,8 +131,8 @@ class Handoff:
     def send(self, request: Request) -> None:
         """Its prompt is computed: copy its blocks with the next plan, which may give them away."""
         stage = self._kept.pop(request.request_id)
-        blocks = tuple(request.blocks[: len(stage)])
-        move = Handover(request.request_id, blocks, stage)
+        places = self._to_send(request.num_prompt_tokens, request.send_from)
+        move = Handover(request.request_id, tuple(request.blocks[place] for place in places), stage)
         self._sends.append(move)
         self._sending[request.request_id] = (move, request.prompt_ids)
 
@@ -244,8 +244,14 @@ class Handoff:
         offers = {}
         for move in sends:
             _, prompt = self._sending.pop(move.request_id)
+            first = -(-len(prompt) // self.block_size) - len(move.stage)
             offers[move.request_id] = self.connector.offer(
-                move.request_id, move.stage, len(prompt), self._group, prompt_digest(prompt)
+                move.request_id,
+                (*[move.stage[0]] * first, *move.stage),
+                len(prompt),
+                self._group,
+                prompt=prompt_digest(prompt),
+                first=first * self.block_size,
             )
             self._leased[move.request_id] = move.stage
         return offers
@@ -274,6 +280,11 @@ class Handoff:
         if sorted(held) != list(range(self.stage_blocks)):
             raise AssertionError("handoff: a block of the stage is lost or in two states")
         self.connector.check()
+
+    def _to_send(self, num_prompt_tokens: int, send_from: int) -> range:
+        """Which of a prompt's blocks the other engine lacks; one at least."""
+        blocks = -(-num_prompt_tokens // self.block_size)
+        return range(min(send_from // self.block_size, blocks - 1), blocks)
 
     def _take(self, count: int) -> tuple[int, ...] | None:
         if count > len(self._free):

@@ -311,9 +311,8 @@ class _Api:
         writer: Writer,
     ) -> Response:
         """Submit the prompts and answer with what the writer makes of them."""
-        send, offer = read_params(asked.kv_transfer_params, len(token_ids), self._options.role)
-        transfer = {"send": send, "offer": offer} if self._options.role else {}
-        if asked.stream and send:
+        transfer = read_params(asked.kv_transfer_params, len(token_ids), self._options.role)
+        if asked.stream and transfer.get("send"):
             raise RequestError("kv_transfer_params with do_remote_decode needs stream=false", "kv_transfer_params")
         given = asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex
         name = f"{writer.prefix}-{given}"

@@ -92,14 +92,24 @@ class PullConnector(abc.ABC):
 
     # Producer.
 
-    def offer(self, request_id: str, blocks: Sequence[int], num_tokens: int, group: int = 0, prompt: str = "") -> Offer:
+    def offer(
+        self,
+        request_id: str,
+        blocks: Sequence[int],
+        num_tokens: int,
+        group: int = 0,
+        *,
+        prompt: str = "",
+        first: int = 0,
+    ) -> Offer:
         if not 0 <= group < self.info.dp:
             raise ValueError(f"group must be in [0, {self.info.dp}), got {group}")
         check_side(Side.of(self.info, blocks, group), self._slots, num_tokens)
         with self._lock:
             if self._closed:
                 raise ValueError("the connector is closed")
-            lease = self._book.offer(request_id, blocks, num_tokens, group, self.clock.monotonic(), prompt)
+            now = self.clock.monotonic()
+            lease = self._book.offer(request_id, blocks, num_tokens, group, now, prompt=prompt, first=first)
         return Offer(
             engine_id=self.info.engine_id,
             request_id=request_id,
@@ -156,7 +166,7 @@ class PullConnector(abc.ABC):
                     return {"state": book.fail(request_id, now)}
             lease = book.begin(request_id, now)
         if message.get("verb") == "begin":
-            names = ("blocks", "num_tokens", "group", "prompt")
+            names = ("blocks", "num_tokens", "group", "prompt", "first")
             fields = {name: getattr(lease, name) for name in names}
             return {"seconds": book.seconds, **fields}
         return self._answer_other(message, lease)
@@ -243,6 +253,10 @@ class PullConnector(abc.ABC):
         guard.extend(asked, granted["seconds"])
         if granted["prompt"] != offer.prompt:
             raise TransferError(f"request {offer.request_id!r} is offered with the KV of another prompt")
+        if first < granted["first"]:
+            raise TransferError(
+                f"request {offer.request_id!r} is offered from token {granted['first']} on, and is wanted from {first}"
+            )
         # The offer has passed through other hands: what the producer itself says is what is read.
         offered = (offer.num_tokens, offer.group, offer.dcp, offer.blocks)
         truth = (granted["num_tokens"], granted["group"], peer.info.dcp, tuple(granted["blocks"]))

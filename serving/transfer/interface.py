@@ -158,6 +158,8 @@ class Lease:
 
     Attributes:
       deadline: on the producer's monotonic clock, in seconds.
+      prompt: see ``Offer``.
+      first: tokens before this one are not there to be read.
     """
 
     request_id: str
@@ -167,6 +169,7 @@ class Lease:
     state: LeaseState
     deadline: float
     prompt: str = ""
+    first: int = 0
 
 
 class Fetch:
@@ -217,8 +220,20 @@ class Connector(Protocol):
 
     # Producer.
 
-    def offer(self, request_id: str, blocks: Sequence[int], num_tokens: int, group: int = 0, prompt: str = "") -> Offer:
-        """Leases computed blocks to whoever fetches them. They stay as they are until ``collect`` returns the lease."""
+    def offer(
+        self,
+        request_id: str,
+        blocks: Sequence[int],
+        num_tokens: int,
+        group: int = 0,
+        *,
+        prompt: str = "",
+        first: int = 0,
+    ) -> Offer:
+        """Leases computed blocks to whoever fetches them. They stay as they are until ``collect`` returns the lease.
+
+        Tokens before ``first`` are not among them: their entries of ``blocks`` may be any.
+        """
         ...
 
     def withdraw(self, request_id: str) -> bool:

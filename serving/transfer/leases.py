@@ -38,12 +38,20 @@ class LeaseBook:
         self._past: collections.OrderedDict[str, LeaseState] = collections.OrderedDict()
 
     def offer(
-        self, request_id: str, blocks: Sequence[int], num_tokens: int, group: int, now: float, prompt: str = ""
+        self,
+        request_id: str,
+        blocks: Sequence[int],
+        num_tokens: int,
+        group: int,
+        now: float,
+        *,
+        prompt: str = "",
+        first: int = 0,
     ) -> Lease:
         """Begins a lease. ValueError for a name that was used before."""
         if self.state(request_id) != "unknown":
             raise ValueError(f"request {request_id!r} was offered before")
-        lease = Lease(request_id, tuple(blocks), num_tokens, group, "offered", now + self.seconds, prompt)
+        lease = Lease(request_id, tuple(blocks), num_tokens, group, "offered", now + self.seconds, prompt, first)
         self._live[request_id] = lease
         self.counts["offered"] += 1
         return lease

@@ -71,8 +71,10 @@ def from_params(params: Mapping[str, Any] | None) -> Offer | None:
     )
 
 
-def read_params(params: Any, num_prompts: int, role: Role | None) -> tuple[bool, Offer | None]:
-    """Whether a call's KV is to be offered, and where it can be fetched.
+def read_params(params: Any, num_prompts: int, role: Role | None) -> dict[str, Any]:
+    """What a call asks for, as arguments of ``Engine.submit``: to offer its KV, or to fetch it.
+
+    Beside vLLM's keys, ``cached_tokens`` with ``do_remote_decode`` says how many leading tokens the other engine has.
 
     Args:
       role: of the engine: "prefill" offers, "decode" fetches, None does neither.
@@ -88,7 +90,9 @@ def read_params(params: Any, num_prompts: int, role: Role | None) -> tuple[bool,
             raise RequestError(f"{PARAM}: {flag} is for an engine started with --role {other}; this one {this}", PARAM)
     if (send or offer) and num_prompts > 1:
         raise RequestError(f"{PARAM} is for calls with one prompt, got {num_prompts}", PARAM)
-    return send, offer
+    if role is None:
+        return {}
+    return {"send": send, "send_from": _whole(params, "cached_tokens", 0, default=0) if send else 0, "offer": offer}
 
 
 def _flags(params: Any) -> tuple[bool, bool]:

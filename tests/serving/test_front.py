@@ -359,6 +359,28 @@ def test_a_prompt_whose_output_is_ended_by_a_stop_string_is_over(house, stop):
     house.all_returned()
 
 
+def test_what_the_decode_engine_has_cached_is_not_offered(monkeypatch):
+    with House() as house:
+        first = ids_of(house.ask([*LONG, *LONG]))[0]
+        turn = [*LONG, *LONG, *first, *LONG]
+        before = house.decode.stats()["kv_transfer_bytes_fetched"]
+        connector, offers = house.prefill.scheduler.handoff.connector, []
+        offer = connector.offer
+        monkeypatch.setattr(connector, "offer", lambda *a, **k: (offers.append(k["first"]), offer(*a, **k))[1])
+        assert ids_of(house.ask(turn)) == [expected(turn, 5)]
+        assert offers == [84]  # of the 84 tokens that were computed there
+        assert house.decode.stats()["kv_transfer_bytes_fetched"] - before == (len(turn) - 1 - 84) * 28
+        house.all_returned()
+
+
+def test_what_the_decode_engine_has_lost_meanwhile_is_computed():
+    with House() as house:
+        params = offered(house, LONG, kv_transfer_params={"do_remote_decode": True, "cached_tokens": 20})
+        assert ids_of(decoded(house, LONG, params)) == [expected(LONG, 4)]
+        assert house.decode.stats()["kv_transfer_recomputed"] == 1
+        house.all_returned()
+
+
 def test_an_offer_that_is_used_twice_is_computed_the_second_time(house):
     prompt = [7, *LONG]
     params = offered(house, prompt)
