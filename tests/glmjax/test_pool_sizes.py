@@ -104,7 +104,8 @@ def test_dcp_ranks_share_the_pool(large_host):
     assert (sizes.num_blocks, sizes.block_size) == (15_539 // 8, 512)
 
 
-def test_the_stage_holds_two_of_the_longest_requests_or_one_where_two_are_large():
+def test_the_stage_holds_two_of_the_longest_requests_or_one_where_two_are_large(monkeypatch):
+    monkeypatch.setattr(glmjax.pool_sizes, "_available_bytes", lambda: 100 * GIB)
     options = engine_options()
     assert stage_blocks(options, 1, 100, 1 << 20) == 200
     assert stage_blocks(options, 1, 100, 1 << 26) == 128
@@ -113,6 +114,7 @@ def test_the_stage_holds_two_of_the_longest_requests_or_one_where_two_are_large(
 
 
 @pytest.mark.parametrize(("gib", "dp"), [(1e-6, 1), (10000, 1), (100, 100)])
-def test_a_stage_that_is_too_small_or_too_large_is_refused(gib, dp):
+def test_a_stage_that_is_too_small_or_too_large_is_refused(gib, dp, monkeypatch):
+    monkeypatch.setattr(glmjax.pool_sizes, "_available_bytes", lambda: 1000 * GIB)
     with pytest.raises(ConfigError, match=r"set connector_stage_gib"):
         stage_blocks(engine_options(connector_stage_gib=gib, role="decode"), dp, 100, 1 << 20)

@@ -65,7 +65,7 @@ DECODE = st.fixed_dictionaries(
 ).map(sized)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(PREFILL, DECODE, lives(LENGTH, OUTPUT, most=8), st.sampled_from([None, None, 3, 9]))
 def test_any_schedule_gives_what_each_request_gives_alone(one, other, of, dies):
     check_any_schedule(one, other, of, dies)
