@@ -63,7 +63,7 @@ class DataParallelScheduler:
         """Queue a new request at a rank."""
         if self.config.enable_prefix_caching:
             extend_digests(request.digests, request.token_ids, self.config.block_size, request.cache_salt)
-        rank, _ = best_rank(self.ranks, request.digests)
+        rank = best_rank(self.ranks, request.digests)[0] if request.rank is None else request.rank
         self.ranks[rank].add(request)
         self._rank_of[request.request_id] = rank
 
@@ -148,13 +148,14 @@ def best_rank(ranks: Sequence[Scheduler], digests: Sequence[bytes]) -> tuple[int
     return chosen, cached[chosen]
 
 
-def num_cached_tokens(ranks: Sequence[Scheduler], token_ids: Sequence[int], salt: str | None = None) -> int:
-    """Leading tokens of a prompt that are cached where it would go now.  May be called from any thread."""
+def find_rank(ranks: Sequence[Scheduler], token_ids: Sequence[int], salt: str | None = None) -> tuple[int, int]:
+    """Where a prompt would go now, and how many of its leading tokens are cached there.  For any thread."""
     digests: list[bytes] = []
     size = ranks[0].config.block_size
     if ranks[0].config.enable_prefix_caching:
         extend_digests(digests, token_ids, size, salt)
-    return best_rank(ranks, digests)[1] * size
+    rank, blocks = best_rank(ranks, digests)
+    return rank, blocks * size
 
 
 def _of_rank(moves: Iterable[Move], rank: int) -> tuple[Move, ...]:

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from glmjax.serving.data_parallel import num_cached_tokens
 from glmjax.serving.engine import Engine
 from glmjax.serving.handle import OnOutput, RequestHandle
 from glmjax.serving.handoff import OnFailure
@@ -95,18 +94,19 @@ class DisaggregatedEngine:
         on_output: OnOutput | None = None,
     ) -> RequestHandle:
         """See ``Engine.submit``."""
+        ids, _ = self.check_request(prompt_token_ids, sampling)
+        rank, cached = self.find_rank(ids, cache_salt)
         handle = self.decode.submit(
-            prompt_token_ids,
+            ids,
             sampling,
             request_id,
             prompt=prompt,
             priority=priority,
             cache_salt=cache_salt,
             on_output=on_output,
+            data_parallel_rank=rank,
             held=True,
         )
-        ids = handle.output.prompt_token_ids
-        cached = num_cached_tokens(self.decode.scheduler.ranks, ids, cache_salt)
         if len(ids) - 1 - cached < max(1, self.min_remote_tokens):
             self.decode.go_on(handle.request_id)
             return handle
@@ -141,6 +141,10 @@ class DisaggregatedEngine:
     def check_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> tuple[list[int], int]:
         """See ``Engine.check_request``."""
         return self.decode.check_request(prompt_token_ids, sampling)
+
+    def find_rank(self, prompt_ids: Sequence[int], cache_salt: str | None = None) -> tuple[int, int]:
+        """See ``Engine.find_rank``, of the decode engine."""
+        return self.decode.find_rank(prompt_ids, cache_salt)
 
     def abort(self, request_id: str) -> bool:
         """See ``Engine.abort``."""

@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from glmjax.errors import RequestError
 from glmjax.serving.blocks import prompt_digest
 from glmjax.serving.clock import Clock
-from glmjax.serving.data_parallel import DataParallelScheduler
+from glmjax.serving.data_parallel import DataParallelScheduler, find_rank
 from glmjax.serving.detokenize import TextStream, special_ids
 from glmjax.serving.handle import EngineError, OnOutput, RequestHandle
 from glmjax.serving.plan import Plan, Runner
@@ -85,6 +85,7 @@ class Engine:
         self._handles: dict[str, RequestHandle] = {}
         self._held: set[str] = set()  # by request; not in the scheduler
         self._commands: collections.deque[Callable[[], object]] = collections.deque()
+        self._resets = 0  # of the prefix cache, asked for and not done
         self._error: Exception | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -149,6 +150,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         on_output: OnOutput | None = None,
+        data_parallel_rank: int | None = None,
         send: bool = False,
         send_from: int = 0,
         offer: Offer | None = None,
@@ -157,15 +159,19 @@ class Engine:
         """Check and queue a request; RequestError at once if it cannot be served as asked.
 
         ``send`` offers its KV to another engine, which has ``send_from`` tokens of it, once its prompt is computed, and
-        ``offer`` says where this engine can
-        fetch it (the first completion does, others find it in the prefix cache).  ``held`` leaves it out of the queue
-        until ``go_on``.
+        ``offer`` says where this engine can fetch it (the first completion does, others find it in the prefix cache).
+        ``held`` leaves it out of the queue until ``go_on``.
 
         ``on_output`` gets every delta in the stepping thread and should only pass it on.  A sequence
         id carries a serial number, so that the runner never sees one twice.
         """
         arrival = self.clock.monotonic()
         prompt_ids, max_tokens = self.check_request(prompt_token_ids, sampling)
+        ranks = len(self.scheduler.ranks)
+        if data_parallel_rank is not None and not 0 <= data_parallel_rank < ranks:
+            raise RequestError(
+                f"data_parallel_rank must be in [0, {ranks}), got {data_parallel_rank}", "data_parallel_rank"
+            )
         handoff = self.scheduler.ranks[0].handoff
         if send and handoff is not None:
             handoff.check_fits(len(prompt_ids), send_from)
@@ -185,6 +191,7 @@ class Engine:
                     seed=_int64(base + index),
                     priority=priority,
                     cache_salt=cache_salt,
+                    rank=data_parallel_rank,
                 )
                 for index in range(sampling.n)
             ]
@@ -228,7 +235,13 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV at the next step; running requests keep theirs."""
         with self._wake:
-            self._command(self.scheduler.reset_prefix_cache)
+            self._resets += 1
+            self._command(self._reset)
+
+    def find_rank(self, prompt_ids: Sequence[int], cache_salt: str | None = None) -> tuple[int, int]:
+        """Data-parallel rank that a prompt would go to now, and how many of its leading tokens are cached there."""
+        rank, cached = find_rank(self.scheduler.ranks, prompt_ids, cache_salt)
+        return rank, 0 if self._resets else cached
 
     def start(self) -> None:
         """Step in a thread of its own from now on."""
@@ -301,6 +314,11 @@ class Engine:
     def _take_commands(self) -> None:
         while self._commands:
             self._commands.popleft()()
+
+    def _reset(self) -> None:
+        self.scheduler.reset_prefix_cache()
+        with self._wake:
+            self._resets -= 1
 
     def _admit(self, handle: RequestHandle) -> None:
         for index, request in enumerate(handle.requests):

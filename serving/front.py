@@ -183,12 +183,13 @@ class _Front:
         call = await self._call(request)
         pair = await self._router(call.path, call.headers, call.body)
         try:
-            params, prompt = await asgi.while_connected(request.receive, self._prefill(pair, call))
+            params, prompt, rank = await asgi.while_connected(request.receive, self._prefill(pair, call))
             self._calls.labels(prompt).inc()
             content = call.raw
             if params is not None:
                 content = await asgi.off_loop(len(call.raw), msgspec.json.encode, {**call.body, PARAM: params})
-            onward = self._client.build_request("POST", pair.decode + call.path, content=content, headers=call.headers)
+            headers = dict(call.headers) if rank is None else {**call.headers, "x-data-parallel-rank": str(rank)}
+            onward = self._client.build_request("POST", pair.decode + call.path, content=content, headers=headers)
             streams = bool(call.body.get("stream"))
             response = await asgi.while_connected(request.receive, self._ask_decode(onward, stream=streams))
         except asgi.HungUpError:
@@ -235,20 +236,24 @@ class _Front:
             raise RequestError(f"{PARAM} is this server's own to set: ask the engines themselves", PARAM)
         return _Call(request.url.path, raw, body, {"x-request-id": uuid.uuid4().hex, **_handed_on(request)})
 
-    async def _prefill(self, pair: Pair, call: _Call) -> tuple[Any, str]:
-        """Where the KV of the call's prompt is, None if the decode engine is to compute it; and what became of it."""
+    async def _prefill(self, pair: Pair, call: _Call) -> tuple[Any, str, int | None]:
+        """Where the KV of the call's prompt is, None if the decode engine is to compute it; what became of it; and for
+        one prompt the rank of the decode engine that it was counted for."""
         counts = await self._counts(pair, call)
         if counts is None:
-            return None, "refused"
+            return None, "refused", None
         length, uncached = (counts[name] for name in ("prompt_tokens", "uncached_tokens"))
-        if len(uncached) != 1 or uncached[0] < self._options.min_prefill_tokens:
-            return None, "decode"
+        if len(uncached) != 1:
+            return None, "decode", None
+        (rank,) = counts["data_parallel_rank"]
+        if uncached[0] < self._options.min_prefill_tokens:
+            return None, "decode", rank
         try:
-            return await self._offer(pair, call, length[0] - uncached[0]), "prefill"
+            return await self._offer(pair, call, length[0] - uncached[0]), "prefill", rank
         except _PrefillError as error:
             log.warning("prefill engine at %s: %s", pair.prefill, error)
             if self._options.on_failure == "recompute":
-                return None, "recomputed"
+                return None, "recomputed", rank
             self._calls.labels("failed").inc()
             answer = error.answer
             if answer is not None and (answer.status_code == 503 or 400 <= answer.status_code < 500):

@@ -24,7 +24,6 @@ from glmjax.errors import RequestError
 from glmjax.serving import asgi, protocol, replies
 from glmjax.serving.asgi import ApiError
 from glmjax.serving.chat import ChatTemplate, check_tools, opens_reasoning
-from glmjax.serving.data_parallel import num_cached_tokens
 from glmjax.serving.disaggregated import AnyEngine
 from glmjax.serving.metrics import CONTENT_TYPE, Metrics
 from glmjax.serving.parsers import Parser, keeps_tags
@@ -261,12 +260,17 @@ class _Api:
     ) -> Response:
         """For who routes a call: how long its prompts are, and how much of them would have to be computed here."""
 
-        def count(ids: list[int]) -> int:
+        def look(ids: list[int]) -> tuple[int, int]:
             self._engine.check_request(ids, sampling)
-            return len(ids) - num_cached_tokens(self._engine.scheduler.ranks, ids, asked.cache_salt)
+            return self._engine.find_rank(ids, asked.cache_salt)
 
-        uncached = [await asgi.off_loop(4 * len(ids), count, ids) for ids in token_ids]
-        return asgi.json_response({"prompt_tokens": list(map(len, token_ids)), "uncached_tokens": uncached})
+        found = [await asgi.off_loop(4 * len(ids), look, ids) for ids in token_ids]
+        answer = {
+            "prompt_tokens": [len(ids) for ids in token_ids],
+            "uncached_tokens": [len(ids) - cached for ids, (_, cached) in zip(token_ids, found, strict=True)],
+            "data_parallel_rank": [rank for rank, _ in found],
+        }
+        return asgi.json_response(answer)
 
     def _prepare_prompts(
         self, prompts: Sequence[str | list[int]], need_text: bool
@@ -312,6 +316,10 @@ class _Api:
     ) -> Response:
         """Submit the prompts and answer with what the writer makes of them."""
         transfer = read_params(asked.kv_transfer_params, len(token_ids), self._options.role)
+        if (rank := request.headers.get("x-data-parallel-rank")) is not None:
+            if not rank.isdecimal():
+                raise RequestError(f"X-data-parallel-rank must be a whole number, got {rank!r}", "data_parallel_rank")
+            transfer["data_parallel_rank"] = int(rank)
         if asked.stream and transfer.get("send"):
             raise RequestError("kv_transfer_params with do_remote_decode needs stream=false", "kv_transfer_params")
         given = asked.request_id or request.headers.get("x-request-id") or uuid.uuid4().hex

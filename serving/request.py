@@ -45,6 +45,7 @@ class Request:
       blocks: leased blocks in order of position; empty unless running.
       digests: chain digests of the leading full blocks of known tokens.
       num_published: leading blocks that were offered to, or came from, the prefix cache.
+      rank: data-parallel rank that it is for; None: any.
       send: its KV is offered to another engine once its prompt is computed.
       send_from: so many leading tokens the other engine has, whose KV need not be.
       offer: where the KV of its prompt can be fetched; None once that is under way.
@@ -70,6 +71,7 @@ class Request:
     blocks: tuple[int, ...] = ()
     digests: list[bytes] = dataclasses.field(default_factory=list)
     num_published: int = 0
+    rank: int | None = None
     send: bool = False
     send_from: int = 0
     offer: Offer | None = None

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from glmjax.errors import RequestError
 from glmjax.serving.clock import ManualClock
-from glmjax.serving.data_parallel import DataParallelScheduler, num_cached_tokens
+from glmjax.serving.data_parallel import DataParallelScheduler, find_rank
 from glmjax.serving.engine import Engine
 from glmjax.serving.fake import FakeRunner
 from glmjax.serving.plan import Chunk
@@ -76,10 +76,23 @@ def test_a_next_turn_goes_to_the_rank_that_knows_the_conversation():
     finish(engine)
     for i in (2, 0, 1):
         text = [*prompt(20, i), *turns[i].result(timeout=0).outputs[0].token_ids, 5]
-        known = num_cached_tokens(ranks, text)
+        rank, known = find_rank(ranks, text)
         handle = engine.submit(text, greedy())
+        engine.step()
+        assert len(ranks[rank].running) == 1
         finish(engine)
         assert handle.result(timeout=0).num_cached_tokens == known >= 20
+
+
+def test_a_request_may_be_for_a_rank():
+    engine = make(3)
+    handle = engine.submit(prompt(20), greedy(), data_parallel_rank=2)
+    engine.step()
+    assert [len(s.running) for s in engine.scheduler.ranks] == [0, 0, 1]
+    finish(engine)
+    assert handle.finished
+    with pytest.raises(RequestError, match=r"data_parallel_rank must be in \[0, 3\), got 3"):
+        engine.submit(prompt(20), greedy(), data_parallel_rank=3)
 
 
 def test_a_rank_with_much_more_to_do_is_passed_over():

@@ -68,6 +68,19 @@ def test_a_short_rest_of_a_prompt_is_computed_where_it_is_decoded():
     all_returned(pair)
 
 
+def test_a_prompt_that_was_cached_before_a_reset_is_fetched_after_it():
+    pair = make_pair(min_remote_tokens=8)
+    prompt = list(range(30))
+    for _ in range(2):
+        handle = pair.submit(prompt, greedy(3))
+        finish(pair)
+        assert tokens(handle) == alone(request("r", prompt, 3))
+        pair.reset_prefix_cache()
+    assert pair.stats()["prefill_kv_transfer_leases_done"] == 2 and pair.stats()["kv_transfer_recomputed"] == 0
+    finish(pair)
+    all_returned(pair)
+
+
 def test_several_completions_share_the_prompt_that_was_fetched():
     pair = make_pair()
     prompt = list(range(20))
