@@ -24,7 +24,7 @@ from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.clock import Clock
 from glmjax.serving.disaggregated import AnyEngine
 from glmjax.serving.http import HttpOptions, build_app
-from glmjax.serving.server import Server
+from glmjax.serving.server import Server, check_port
 from glmjax.serving.tokenizer import Tokenizer
 from glmjax.types import RequestOutput, SamplingParams
 
@@ -220,6 +220,7 @@ def serve(
     if max_num_queued_requests is not None and max_num_queued_requests < 1:
         raise ConfigError(f"max_num_queued_requests must be at least 1, got {max_num_queued_requests}")
     settings = engine_options(**options)
+    check_port(host, port)
     if settings.prefill is not None and settings.connector != "local":
         of_both = {
             "served_model_name": names,
@@ -254,6 +255,13 @@ def serve(
     except BaseException:
         llm.close()
         raise
+    if block and settings.role is not None:
+        handoff = llm.engine.scheduler.ranks[0].handoff
+        assert handoff is not None
+        sys.stdout.write(
+            f"This is a {settings.role} engine, with connector {handoff.connector.info.connector}. Once there is one "
+            "of either role: glmjax proxy PREFILL_URL DECODE_URL\n"
+        )
     return _until_interrupted(server, names, keys, block)
 
 

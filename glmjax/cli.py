@@ -378,7 +378,7 @@ def _url(name: str, text: str) -> str:
     parts = urlsplit(text)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{name} must be a URL such as http://127.0.0.1:8001, got {text!r}")
-    return text.rstrip("/")
+    return text.rstrip("/").removesuffix("/v1")
 
 
 def _numbers(option: str, text: str | None) -> list[float] | None:

@@ -198,10 +198,12 @@ class EngineOptions:
             raise ConfigError(f"role must be left at None with prefill and decode, which start both, got {self.role!r}")
         if self.connector == "local":
             raise ConfigError("connector='local' reaches no other process: give 'nixl' or 'jax' with role")
-        if self.kv_offload is not None or (self.role == "prefill" and self.host_gib is not None):
+        if self.kv_offload is not None:
+            raise ConfigError(f"kv_offload must be left at None with role, got {self.kv_offload!r}")
+        if self.role == "prefill" and self.hisparse_host_gib is not None:
             raise ConfigError(
-                f"role must be left at None with KV rows in host memory, but for HiSparse of a decode engine, got "
-                f"{self.role!r}"
+                f"hisparse_host_gib must be left at None with role='prefill': HiSparse is for decoding, got "
+                f"{self.hisparse_host_gib!r}"
             )
 
     def of_engine(self, name: str) -> "EngineOptions":

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import glob
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from glmjax.errors import ConfigError, GlmjaxError
 from glmjax.options import EngineOptions
 from glmjax.serving.front import FrontOptions, Pair, build_front, one_pair
 from glmjax.serving.server import Server
+
+log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 20
 
@@ -124,10 +127,14 @@ def serve_pair(
     front = FrontOptions(
         min_prefill_tokens=options.min_prefill_tokens, on_failure=options.kv_load_failure_policy, api_keys=api_keys
     )
-    needed = engines if options.kv_load_failure_policy == "fail" else engines[1:]
+    prefill, decode = engines
+    told = threading.Event()
 
     def fault() -> str | None:
-        return next(filter(None, (engine.ended for engine in needed)), None)
+        if options.kv_load_failure_policy == "recompute" and prefill.ended and not told.is_set():
+            told.set()
+            log.error("%s: its prompts are computed by the decode engine from now on", prefill.ended)
+        return decode.ended or (prefill.ended if options.kv_load_failure_policy == "fail" else None)
 
     try:
         app = build_front(one_pair(pair), front)

@@ -293,7 +293,8 @@ class _Front:
         response = await self._ask_decode(onward)
         if response.status_code == 404 and b"model_not_found" not in response.content:
             log.error("%s is not there: is that a glmjax server with --role decode?", url)
-            raise ApiError(502, "the decode engine does not count uncached tokens", *_UNREACHABLE)
+            message = "the decode engine counts no uncached tokens: it must be glmjax with --role decode"
+            raise ApiError(502, message, *_UNREACHABLE)
         if response.status_code != 200:
             return None
         return msgspec.json.decode(response.content, type=dict[str, list[int]])

@@ -133,6 +133,11 @@ class _Uvicorn(uvicorn.Server):
         self.ready.set()
 
 
+def check_port(host: str, port: int) -> None:
+    """GlmjaxError if there can be no server now, for who has much to do before it starts one."""
+    _bind(host, port).close()
+
+
 def _bind(host: str, port: int) -> socket.socket:
     if not 0 <= port < 1 << 16:
         raise GlmjaxError(f"port must be in [0, 65535], got {port}")

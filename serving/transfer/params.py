@@ -83,16 +83,17 @@ def read_params(params: Any, num_prompts: int, role: Role | None) -> dict[str, A
       RequestError: the parameters are not well formed, ask for what such an engine does not do, or come with several
         prompts.
     """
-    send, offer = asks_for_offer(params), from_params(params)
-    for flag, wanted, other in (("do_remote_decode", send, "prefill"), ("do_remote_prefill", offer, "decode")):
+    send, fetch = asks_for_offer(params), _flags(params)[1]
+    for flag, wanted, other in (("do_remote_decode", send, "prefill"), ("do_remote_prefill", fetch, "decode")):
         if wanted and role != other:
             this = "has no role" if role is None else f"has the role {role}"
             raise RequestError(f"{PARAM}: {flag} is for an engine started with --role {other}; this one {this}", PARAM)
-    if (send or offer) and num_prompts > 1:
+    if (send or fetch) and num_prompts > 1:
         raise RequestError(f"{PARAM} is for calls with one prompt, got {num_prompts}", PARAM)
     if role is None:
         return {}
-    return {"send": send, "send_from": _whole(params, "cached_tokens", 0, default=0) if send else 0, "offer": offer}
+    cached = _whole(params, "cached_tokens", 0, default=0) if send else 0
+    return {"send": send, "send_from": cached, "offer": from_params(params)}
 
 
 def _flags(params: Any) -> tuple[bool, bool]:

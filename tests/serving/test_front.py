@@ -419,7 +419,8 @@ def test_an_engine_of_another_version_is_refused_and_named():
 @pytest.mark.parametrize(
     ("role", "params", "said"),
     [
-        (0, {"do_remote_prefill": True, "remote_engine_id": "x"}, "remote_num_tokens"),
+        (0, {"do_remote_prefill": True, "remote_engine_id": "x"}, "--role decode"),
+        (1, {"do_remote_prefill": True, "remote_engine_id": "x"}, "remote_num_tokens"),
         (1, {"do_remote_decode": True}, "--role prefill"),
         (1, "yes", "must be an object"),
         (1, [{}, {}], "must be an object"),

@@ -310,9 +310,18 @@ def test_closing_aborts_what_is_in_flight(fake_llm):
     assert stats["finished_abort"] > 0
 
 
-def test_an_engine_is_closed_if_its_server_cannot_start(fake_llm):
+def test_a_port_that_is_taken_is_found_before_a_model_is_loaded(fake_llm):
+    with glmjax.serve("small", port=0, block=False) as server:
+        del fake_llm.model
+        with pytest.raises(glmjax.errors.GlmjaxError, match=f"port {server.port} on 127.0.0.1 is in use"):
+            glmjax.serve("small", port=server.port, block=False)
+        assert not hasattr(fake_llm, "model")
+
+
+def test_an_engine_is_closed_if_its_server_cannot_start(fake_llm, monkeypatch):
     with glmjax.serve("small", port=0, block=False) as server:
         running, fake_llm.closed = server.port, 0
+        monkeypatch.setattr(api, "check_port", lambda host, port: None)  # it is taken while the model is loaded
         with pytest.raises(glmjax.errors.GlmjaxError, match=f"port {running} on 127.0.0.1 is in use"):
             glmjax.serve("small", port=running, block=False)
         assert fake_llm.closed == 1
