@@ -180,7 +180,7 @@ class EngineOptions:
         _whole("connector_port", self.connector_port, least=0)
         if self.connector_port > 65535:
             raise ConfigError(f"connector_port must be in [0, 65535], got {self.connector_port}")
-        if self.connector_host in ("0.0.0.0", "::", ""):
+        if self.connector_host in ("0.0.0.0", "::"):
             raise ConfigError(
                 f"connector_host={self.connector_host!r} is no address that other engines could reach: give this host's"
             )

@@ -92,10 +92,11 @@ class DisaggregatedEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         on_output: OnOutput | None = None,
+        data_parallel_rank: int | None = None,
     ) -> RequestHandle:
-        """See ``Engine.submit``."""
+        """See ``Engine.submit``; the rank is the decode engine's."""
         ids, _ = self.check_request(prompt_token_ids, sampling)
-        rank, cached = self.find_rank(ids, cache_salt)
+        rank, cached = self.find_rank(ids, cache_salt) if data_parallel_rank is None else (data_parallel_rank, 0)
         handle = self.decode.submit(
             ids,
             sampling,

@@ -7,9 +7,11 @@ import numpy as np
 from glmjax.serving.fake import FakeRunner, Record
 from glmjax.serving.fake_offload import ON_HOST, FakeOffloadRunner
 from glmjax.serving.plan import Handover, Plan
+from glmjax.serving.transfer.interface import PeerInfo
 from glmjax.serving.transfer.memory import Memory, memory
 
 WIDTH = 24  # bytes of a record: three int64
+INDEX_WIDTH = 4  # of index rows, which hold nothing
 
 
 class FakeHandoffRunner(FakeRunner):
@@ -23,7 +25,28 @@ class FakeHandoffRunner(FakeRunner):
         super().__init__(block_size, *args, **kwargs)
         shape = (1, stage_blocks * block_size, WIDTH)
         self._stage = [np.zeros(shape, np.uint8) for _ in range(ranks)]
-        self.memory: Memory = memory(self._stage, [np.zeros((1, shape[1], 4), np.uint8) for _ in range(ranks)])
+        self.memory: Memory = memory(
+            self._stage, [np.zeros((1, shape[1], INDEX_WIDTH), np.uint8) for _ in range(ranks)]
+        )
+
+    def describe(self, engine_id: str, **changes: Any) -> PeerInfo:
+        """What an engine with this runner says of itself."""
+        return PeerInfo(
+            **{
+                "engine_id": engine_id,
+                "connector": "local",
+                "glmjax_version": "test",
+                "model": "fake",
+                "kv_cache_dtype": "float32",
+                "speculation": False,
+                "layers": 1,
+                "indexers": 1,
+                "mla_row_bytes": WIDTH,
+                "index_row_bytes": INDEX_WIDTH,
+                "block_size": self._block_size,
+                **changes,
+            }
+        )
 
     def start(self, plan: Plan) -> Any:
         for move in plan.sends:

@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from glmjax.errors import ConfigError, RequestError
-from glmjax.serving import asgi, replies
+from glmjax.serving import asgi, protocol, replies
 from glmjax.serving.asgi import ApiError
 from glmjax.serving.handoff import OnFailure
 from glmjax.serving.http import OPEN_PATHS
@@ -231,7 +231,7 @@ class _Front:
 
     async def _call(self, request: Request) -> _Call:
         raw = await asgi.read_body(request, self._options.max_body_bytes)
-        body = await asgi.off_loop(len(raw), _decoded, raw)
+        body = await asgi.off_loop(len(raw), protocol.decode_object, raw)
         if body.get(PARAM) is not None:
             raise RequestError(f"{PARAM} is this server's own to set: ask the engines themselves", PARAM)
         return _Call(request.url.path, raw, body, {"x-request-id": uuid.uuid4().hex, **_handed_on(request)})
@@ -346,16 +346,6 @@ def _passed_on(response: httpx.Response) -> Response:
 
 def _handed_on(request: Request) -> dict[str, str]:
     return {name: value for name, value in request.headers.items() if name in _HANDED_ON}
-
-
-def _decoded(raw: bytes) -> dict[str, Any]:
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
-    return body
 
 
 def _what(error: Exception) -> str:

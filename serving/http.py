@@ -371,10 +371,10 @@ class _Api:
         """If a call is refused, tells the engine that offered its KV, which would keep it until the lease runs out."""
         try:
             yield
-        except RequestError as error:
+        except (RequestError, ApiError) as error:
             handoff = self._engine.scheduler.ranks[0].handoff
             # A call whose name is in use may be the one before, sent again: that is reading the very lease.
-            if self._options.role == "decode" and handoff is not None and error.param != "request_id":
+            if self._options.role == "decode" and handoff is not None and getattr(error, "param", None) != "request_id":
                 with contextlib.suppress(RequestError):  # what is no offer cannot be given up
                     if (offer := from_params(asked.kv_transfer_params)) is not None:
                         handoff.connector.failed(offer, str(error))

@@ -149,18 +149,24 @@ _SAMPLING_FIELDS = (
 
 def decode[T](body: bytes, kind: type[T], check: Callable[[Any], None] | None = None) -> T:
     """A request out of an HTTP body, or a ``RequestError`` that names the field."""
-    try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise RequestError("the body must be a JSON object")
+    raw = decode_object(body)
     if check is not None:
         check(raw)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise RequestError(str(error), _field_of(str(error))) from None
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object out of an HTTP body, or a ``RequestError``."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise RequestError("the body must be a JSON object")
+    return raw
 
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:

@@ -21,7 +21,6 @@ from glmjax.serving.scheduler_config import SchedulerConfig
 from glmjax.serving.server import Server
 from glmjax.serving.tokenizer import Tokenizer
 from glmjax.serving.transfer.factory import make_connector
-from glmjax.serving.transfer.interface import PeerInfo
 from glmjax.serving.transfer.job import Settings
 
 TOKENIZER = Tokenizer.of_bytes()
@@ -49,19 +48,7 @@ def make_engine(
     )
     runner = SlowRunner(block_size, VOCAB, stage_blocks=stage_blocks)
     runner.delay = delay
-    info = PeerInfo(
-        engine_id=name,
-        connector=connector,
-        glmjax_version=version,
-        model="fake",
-        kv_cache_dtype="float32",
-        speculation=False,
-        layers=1,
-        indexers=1,
-        mla_row_bytes=24,
-        index_row_bytes=4,
-        block_size=block_size,
-    )
+    info = runner.describe(name, connector=connector, glmjax_version=version)
     limits = Settings(**{"lease_seconds": 5.0, "call_timeout": 2.0, "timeout": 10.0, **(settings or {})})
     handoff = Handoff(
         Collector(make_connector(info, runner.memory, Clock(), limits, hub)), stage_blocks, block_size, 0, on_failure

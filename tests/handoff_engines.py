@@ -12,7 +12,6 @@ from glmjax.serving.handle import EngineError
 from glmjax.serving.handoff import Collector, Handoff
 from glmjax.serving.scheduler import Scheduler
 from glmjax.serving.scheduler_config import SchedulerConfig
-from glmjax.serving.transfer.interface import PeerInfo
 from glmjax.serving.transfer.job import Settings
 from glmjax.serving.transfer.local import LocalConnector
 from glmjax.serving.transfer.params import from_params
@@ -56,19 +55,7 @@ def make_engine(
     fake = FakeHandoffRunner if config.num_pages is None else FakeTieredHandoffRunner
     how = {} if fails is None else {"fails": fails}
     runner = fake(block_size, VOCAB, stage_blocks=stage_blocks, num_drafts=config.num_speculative_tokens, **how)
-    info = PeerInfo(
-        engine_id=f"engine-{next(NAMES)}",
-        connector="local",
-        glmjax_version="test",
-        model="fake",
-        kv_cache_dtype="float32",
-        speculation=False,
-        layers=1,
-        indexers=1,
-        mla_row_bytes=24,
-        index_row_bytes=4,
-        block_size=block_size,
-    )
+    info = runner.describe(f"engine-{next(NAMES)}")
     connector = LocalConnector(info, runner.memory, clock, Settings(inline=inline, lease_seconds=30), hub)
     handoff = Handoff(Collector(connector), stage_blocks, block_size, on_failure=on_failure)
     return Engine(Scheduler(config, (), handoff), runner, None, clock, vocab_size=VOCAB)

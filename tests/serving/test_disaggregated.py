@@ -81,6 +81,16 @@ def test_a_prompt_that_was_cached_before_a_reset_is_fetched_after_it():
     all_returned(pair)
 
 
+def test_a_rank_is_the_decode_engines_and_is_checked():
+    pair = make_pair()
+    handle = pair.submit(list(range(20)), greedy(3), data_parallel_rank=0)
+    finish(pair)
+    assert tokens(handle) == alone(request("r", range(20), 3))
+    with pytest.raises(RequestError, match="data_parallel_rank must be in"):
+        pair.submit([1, 2], greedy(3), data_parallel_rank=1)
+    all_returned(pair)
+
+
 def test_several_completions_share_the_prompt_that_was_fetched():
     pair = make_pair()
     prompt = list(range(20))
