@@ -27,8 +27,8 @@ from support.results import in_turn, ratio
 from support.tables import Rows, make_table, number
 
 from glmjax.api import LLM, enable_compilation_cache
-from glmjax.engines import progress_bar
 from glmjax.errors import ConfigError
+from glmjax.progress import Progress
 from glmjax.serving.disaggregated import AnyEngine, DisaggregatedEngine
 from glmjax.sharding.layout import Layout
 from glmjax.types import SamplingParams
@@ -130,14 +130,14 @@ def measure(job: Job, systems: dict[str, bool], **options: Any) -> dict[str, lis
       systems: what one ``LLM`` of these options is measured as, and whether it forgets before every turn.
     """
     made: dict[str, list[Conversation]] = {name: [] for name in systems}
-    with LLM(**options) as llm, progress_bar(f"Conversations, {' and '.join(systems)}") as progress:
-        task = progress.add_task("Conversations", total=len(systems) * (job.runs + 1))
+    title, total = f"Conversations, {' and '.join(systems)}", len(systems) * (job.runs + 1)
+    with LLM(**options) as llm, Progress(title, total, "conversations") as progress:
         rng = np.random.default_rng(SEED)
         said = rng.integers(3, llm.engine.vocab_size, (job.turns, job.turn_tokens)).tolist()
         for run in range(job.runs + 1):
             for name in in_turn(list(systems), run):
                 made[name].append(converse(llm.engine, said, job.output_tokens, forgets=systems[name]))
-                progress.advance(task)
+                progress.advance()
     return {name: conversations[1:] for name, conversations in made.items()}
 
 

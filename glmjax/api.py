@@ -16,10 +16,11 @@ import glmjax
 from glmjax.checkpoint import load_checkpoint, load_config
 from glmjax.config import GLMConfig, token_ids
 from glmjax.demo import build_demo
-from glmjax.engines import build_engine, build_pair, build_role, progress_bar
+from glmjax.engines import build_engine, build_pair, build_role
 from glmjax.errors import CheckpointError, ConfigError, RequestError
 from glmjax.options import EngineOptions, engine_options
 from glmjax.processes import serve_pair
+from glmjax.progress import Progress
 from glmjax.serving.chat import ChatTemplate
 from glmjax.serving.clock import Clock
 from glmjax.serving.disaggregated import AnyEngine
@@ -92,7 +93,7 @@ class LLM:
         Args:
           prompts: text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, token ids, or a list of any of these.
           sampling_params: one for all or one per prompt; None takes the checkpoint's own defaults.
-          use_tqdm: show progress if standard error is a terminal.
+          use_tqdm: show progress: a bar if standard error is a terminal, else lines of the log.
 
         Raises:
           RequestError: a prompt cannot be served; nothing is generated then.
@@ -105,11 +106,10 @@ class LLM:
         try:
             for i, (ids, text, sampling) in enumerate(requests):
                 handles.append(self._engine.submit(ids, sampling, f"{batch}-{i}", prompt=text))
-            with progress_bar("Generating", show=use_tqdm) as progress:
-                task = progress.add_task("Generating", total=len(handles))
+            with Progress("Generating", len(handles), "requests", show=None if use_tqdm else False) as progress:
                 while self._engine.has_work:
                     self._engine.step()
-                    progress.update(task, completed=sum(h.finished for h in handles))
+                    progress.update(sum(h.finished for h in handles))
         except BaseException:  # Ctrl-C too: the next call must find nothing of this one
             for handle in handles:
                 self._engine.abort(handle.request_id)

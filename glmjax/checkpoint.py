@@ -10,8 +10,7 @@ A folder that is written appears whole or not at all.
 import contextlib
 import hashlib
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -27,6 +26,7 @@ from glmjax.hf_write import write_hf
 from glmjax.orbax_io import FOLDER as ORBAX_FOLDER
 from glmjax.orbax_io import OrbaxReader, is_orbax, write_orbax
 from glmjax.params import Params, num_bytes
+from glmjax.progress import Progress
 from glmjax.safetensors_io import list_tensors
 from glmjax.sharding.layout import Layout
 from glmjax.sharding.partition import param_specs
@@ -98,7 +98,7 @@ def load_checkpoint(
       shardings: instead of a layout: given the abstract tree (``jax.ShapeDtypeStruct`` leaves), returns the same tree
         with a ``jax.sharding.Sharding`` per leaf.  Each process reads only what its devices hold.
       mtp: load the multi-token-prediction layer, if the checkpoint has one.
-      progress: draw a progress bar on stderr; None: only if stderr is a terminal.
+      progress: draw a progress bar on stderr; None: only if stderr is a terminal, and log a few lines if it is none.
 
     Raises:
       CheckpointError: a file or a tensor is missing, damaged or not what config.json says.
@@ -113,8 +113,8 @@ def load_checkpoint(
         shardings = param_shardings(layout, layout.mesh())
     reader = _open(path, weights_dtype, mtp=mtp)
     placed = None if shardings is None else shardings(reader.abstract)
-    with _progress_bar(f"Loading {Path(path).name}", num_bytes(reader.abstract), progress) as advance:
-        params = reader.read(placed, advance)
+    with Progress(f"Loading {Path(path).name}", num_bytes(reader.abstract), "bytes", show=progress) as shown:
+        params = reader.read(placed, shown.advance)
     return reader.config, params
 
 
@@ -220,17 +220,3 @@ def load_config(path: str | Path) -> GLMConfig:
 def _open(path: str | Path, dtype: np.dtype[Any], *, mtp: bool) -> HFReader | OrbaxReader:
     folder, config = Path(path), load_config(path)
     return (OrbaxReader if is_orbax(folder) else HFReader)(folder, config, dtype, mtp=mtp)
-
-
-@contextlib.contextmanager
-def _progress_bar(title: str, total: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    if not (sys.stderr.isatty() if wanted is None else wanted):
-        yield lambda num: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda num: bar.advance(task, num)

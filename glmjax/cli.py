@@ -2,15 +2,16 @@
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
-from urllib.parse import urlsplit
 
 import typer
 
-from glmjax import __version__, bench_cli
+from glmjax import __version__, bench_cli, cli_proxy
+from glmjax.cli_log import lines_on_stderr
 from glmjax.cli_options import (
     DCP,
     DP,
@@ -40,6 +41,8 @@ from glmjax.cli_options import (
     Gib,
     HostGib,
     Interleave,
+    KvBuffer,
+    KvBufferDevice,
     LayoutName,
     Lease,
     Length,
@@ -67,7 +70,13 @@ from glmjax.cli_options import (
 from glmjax.errors import ConfigError, GlmjaxError
 from glmjax.sharding.layout import Layout
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="GLM-5.3 in JAX: serve, generate, convert.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # rich's tables cut the names of options off
+    context_settings={"max_content_width": 120},
+    help="GLM-5.3 in JAX: serve, generate, convert.",
+)
 app.add_typer(bench_cli.app, name="bench")
 
 # Of click, which typer imports or carries with it, depending on its version.
@@ -120,6 +129,7 @@ def serve(
     connector: ConnectorOption = Connector.auto,
     connector_host: ConnectorHost = "127.0.0.1",
     connector_port: ConnectorPort = 0,
+    kv_buffer_device: KvBufferDevice = KvBuffer.auto,
     connector_stage_gib: StageGib = None,
     lease_seconds: Lease = 30.0,
 ) -> None:
@@ -169,37 +179,14 @@ def serve(
         connector=connector.value,
         connector_host=connector_host,
         connector_port=connector_port,
+        kv_buffer_device=kv_buffer_device.value,
         connector_stage_gib=connector_stage_gib,
         lease_seconds=lease_seconds,
         seed=seed,
     )
 
 
-@app.command()
-def proxy(
-    prefill: Annotated[str, typer.Argument(help="URL of an engine served with --role prefill.")],
-    decode: Annotated[str, typer.Argument(help="URL of an engine served with --role decode.")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
-    api_key: Annotated[str | None, typer.Option(help="Clients must send it; it is handed on to the engines.")] = None,
-    min_prefill_tokens: MinPrefill = 64,
-    kv_load_failure_policy: LoadFailure = OnLoadFailure.recompute,
-    prefill_timeout: Annotated[float, typer.Option(help="Seconds that a prompt may take.")] = 600.0,
-) -> None:
-    """Serve OpenAI's HTTP API with a prefill and a decode engine that run elsewhere."""
-    from glmjax.serving.front import FrontOptions, Pair, build_front, one_pair
-    from glmjax.serving.server import Server
-
-    pair = Pair(_url("PREFILL", prefill), _url("DECODE", decode))
-    options = FrontOptions(
-        min_prefill_tokens=min_prefill_tokens,
-        on_failure=kv_load_failure_policy.value,
-        prefill_timeout=prefill_timeout,
-        api_keys=() if api_key is None else [api_key],
-    )
-    server = Server(build_front(one_pair(pair), options), host, port)
-    typer.echo(f"Serving {pair.prefill} and {pair.decode} on {server.url}")
-    server.wait()
+app.command()(cli_proxy.proxy)
 
 
 @app.command()
@@ -374,13 +361,6 @@ def _simulate_devices(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def _url(name: str, text: str) -> str:
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{name} must be a URL such as http://127.0.0.1:8001, got {text!r}")
-    return text.rstrip("/").removesuffix("/v1")
-
-
 def _numbers(option: str, text: str | None) -> list[float] | None:
     """Numbers with commas between them."""
     try:
@@ -409,14 +389,27 @@ def main() -> None:
         # With the CUDA plugin there to compile only, JAX would print a traceback: it finds no CUDA libraries.
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     try:
-        code = app(standalone_mode=False)
+        with lines_on_stderr():
+            code = app(standalone_mode=False)
     except GlmjaxError as error:
-        _fail(str(error))
+        _fail(as_typed(str(error)))
     except _ClickException as error:
         _fail(error.format_message())
     except (typer.Abort, KeyboardInterrupt):
         raise SystemExit(130) from None
     raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def as_typed(message: str) -> str:
+    """A message with options as they are on the command line, ``--max-model-len``, instead of Python's names for them.
+
+    Only names that are no words of prose, and none in what is said of a file, which has keys of its own.
+    """
+    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
+    options = {param.name: param.opts[0] for command in commands for param in command.params if "_" in param.name}
+    if ".json" in message:
+        return message
+    return re.sub(r"(?<![\w/.-])[a-z]+(_[a-z]+)+(?![\w/-]|\.\w)", lambda name: options.get(name[0], name[0]), message)
 
 
 def _fail(message: str) -> NoReturn:

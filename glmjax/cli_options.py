@@ -67,6 +67,12 @@ class Connector(enum.StrEnum):
     jax = "jax"
 
 
+class KvBuffer(enum.StrEnum):
+    auto = "auto"
+    device = "device"
+    host = "host"
+
+
 class OffloadTo(enum.StrEnum):
     host = "host"
 
@@ -120,6 +126,7 @@ RoleOption = Annotated[Role | None, typer.Option("--role", help="One engine of a
 ConnectorOption = Annotated[Connector, typer.Option("--connector", help="How KV travels; local: within one process.")]
 ConnectorHost = Annotated[str, typer.Option("--connector-host", help="Address of the connector, for other engines.")]
 ConnectorPort = Annotated[int, typer.Option("--connector-port", help="Port of the connector; 0 takes a free one.")]
-StageGib = Annotated[float | None, typer.Option("--connector-stage-gib", help="GiB of host memory for KV on its way.")]
+KvBufferDevice = Annotated[KvBuffer, typer.Option("--kv-buffer-device", help="Where KV is on its way.")]
+StageGib = Annotated[float | None, typer.Option("--connector-stage-gib", help="GiB of memory for KV on its way.")]
 Lease = Annotated[float, typer.Option("--lease-seconds", help="How long offered KV waits for a sign of life.")]
 LoadFailure = Annotated[OnLoadFailure, typer.Option("--kv-load-failure-policy", help="If KV does not arrive.")]

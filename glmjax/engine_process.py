@@ -4,13 +4,17 @@ It answers with the URL that it serves on, or with an error, on standard output,
 """
 
 import json
+import logging
 import os
 import sys
 import threading
 from typing import Any
 
+from glmjax.cli_log import lines_on_stderr
 from glmjax.errors import GlmjaxError
 from glmjax.sharding.layout import Layout
+
+log = logging.getLogger("glmjax.engine_process")  # this is __main__
 
 
 def main() -> None:
@@ -19,18 +23,19 @@ def main() -> None:
     job = json.loads(sys.stdin.readline())
     serving, over = threading.Event(), threading.Event()
     threading.Thread(target=_end_with_input, args=(serving, over), daemon=True).start()
-    try:
-        server = _serve(job)
-    except GlmjaxError as error:
-        _say(reply, error=str(error))
-        raise SystemExit(2) from None
-    serving.set()
-    _say(reply, url=server.url)
-    while not over.wait(1.0):
-        if fault := server.fault():
-            sys.stderr.write(f"{job['options']['role']} engine: {fault}\n")
-            break
-    server.close()
+    with lines_on_stderr(job["log_level"], f"{job['options']['role']} engine: "):
+        try:
+            server = _serve(job)
+        except GlmjaxError as error:
+            _say(reply, error=str(error))
+            raise SystemExit(2) from None
+        serving.set()
+        _say(reply, url=server.url)
+        while not over.wait(1.0):
+            if fault := server.fault():
+                log.error("%s", fault)
+                break
+        server.close()
     raise SystemExit(1 if server.fault() else 0)
 
 

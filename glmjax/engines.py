@@ -1,7 +1,6 @@
 """Engines from options: pools are sized, programs compiled and joined with a scheduler; and two of them as one."""
 
 import dataclasses
-import functools
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,20 +8,19 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from glmjax.checkpoint import load_checkpoint, weights_name
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.options import EngineOptions
-from glmjax.pool_sizes import PoolSizes, pool_sizes, stage_blocks
+from glmjax.pool_sizes import PoolSizes, pool_sizes
 from glmjax.programs import Programs, drafts_by_rows, step_shapes, with_contexts
+from glmjax.progress import Progress
 from glmjax.serving.clock import Clock
 from glmjax.serving.data_parallel import DataParallelScheduler
 from glmjax.serving.disaggregated import DisaggregatedEngine
 from glmjax.serving.engine import Engine
-from glmjax.serving.exchange import Exchange
+from glmjax.serving.exchange import DeviceExchange, Exchange, HostExchange
 from glmjax.serving.handoff import Collector, Handoff
 from glmjax.serving.runner import ProgramRunner
 from glmjax.serving.scheduler import Scheduler
@@ -73,7 +71,7 @@ def build_engine(
       mesh: of the layout, where ``params`` are; None: the first devices.
       peers: hands requests over to other engines, or takes them.
     """
-    sizes = pool_sizes(config, options)
+    sizes = pool_sizes(config, options, None if peers is None else peers.connector, _local_devices(mesh))
     layout, max_model_len = options.layout, sizes.max_model_len
     max_chunk = min(options.max_num_batched_tokens, max_model_len)
     table_width = -(-max_model_len // sizes.block_size)
@@ -92,8 +90,7 @@ def build_engine(
         num_pages=None if sizes.offload is None else sizes.offload.num_pages,
         region_pages=0 if sizes.offload is None else sizes.offload.region_pages,
     )
-    with progress_bar("Compiling") as progress:
-        task = progress.add_task("Compiling", total=len(shapes))
+    with Progress("Compiling", len(shapes), "programs") as shown:
         programs = Programs(
             config,
             params,
@@ -110,7 +107,7 @@ def build_engine(
             prefill=options.dcp_prefill,
             combine=options.dcp_comm_backend,
             dispatch=options.ep_dispatch,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            progress=lambda done, total: shown.update(done),
         )
     exchange, handoffs = None, None
     if peers is not None:
@@ -138,7 +135,12 @@ def _handoffs(
 ) -> tuple[Exchange, list[Handoff]]:
     """What it takes to hand requests over, for each data-parallel rank."""
     layout = programs.layout
-    exchange = Exchange(programs, functools.partial(stage_blocks, options, layout.dp, programs.table_width))
+    assert sizes.stage is not None
+    exchange: Exchange
+    if sizes.stage.on_device:
+        exchange = DeviceExchange(programs, sizes.stage.num_blocks)
+    else:
+        exchange = HostExchange(programs, sizes.stage.num_blocks)
     info = describe(
         config,
         exchange.memory,
@@ -173,22 +175,34 @@ def build_pair(
             f"prefill={prefill} and decode={decode} need {need} devices, this process sees {len(devices)}: on a CPU "
             f"set XLA_FLAGS=--xla_force_host_platform_device_count={need} or jax_num_cpu_devices={need}"
         )
+    meshes = (None, None) if shared else (prefill.mesh(devices), decode.mesh(devices[prefill.num_devices :]))
+    config, params = _load(path, options, prefill, meshes[0])
+    other = params if shared else _load(path, options, decode, meshes[1])[1]
+    own = [options.of_engine(name) for name in ("prefill", "decode")]
+    if not all(_stage_on_device(config, one, mesh) for one, mesh in zip(own, meshes, strict=True)):
+        own = [dataclasses.replace(one, kv_buffer_device="host") for one in own]
     hub: Hub = {}
-    engines, config = [], None
-    loaded = None
     settings = Settings(lease_seconds=float(options.lease_seconds))
-    for name, layout, first in (("prefill", prefill, 0), ("decode", decode, prefill.num_devices)):
-        mesh = None if shared else layout.mesh(devices[first:])
-        if loaded is None or not shared:
-            loaded = _load(path, options, layout, mesh)
-        config, params = loaded
-        peers = Peers(f"{name}-{uuid.uuid4().hex[:12]}", "local", str(path.resolve()), hub, settings)
-        own = options.of_engine(name)
-        engines.append(build_engine(config, params, tokenizer, own, eos_ids, mesh=mesh, peers=peers))
-    assert config is not None
-    first_engine, second_engine = engines
-    policy = options.kv_load_failure_policy
-    return config, DisaggregatedEngine(first_engine, second_engine, options.min_prefill_tokens, policy)
+
+    def build(one: EngineOptions, weights: Any, mesh: jax.sharding.Mesh | None) -> Engine:
+        peers = Peers(f"{one.role}-{uuid.uuid4().hex[:12]}", "local", str(path.resolve()), hub, settings)
+        return build_engine(config, weights, tokenizer, one, eos_ids, mesh=mesh, peers=peers)
+
+    first, second = build(own[0], params, meshes[0]), build(own[1], other, meshes[1])
+    pair = DisaggregatedEngine(first, second, options.min_prefill_tokens, options.kv_load_failure_policy)
+    producer, consumer = hub
+    hub[consumer].meet(producer)
+    return config, pair
+
+
+def _stage_on_device(config: GLMConfig, options: EngineOptions, mesh: jax.sharding.Mesh | None) -> bool:
+    stage = pool_sizes(config, options, "local", _local_devices(mesh)).stage
+    return stage is not None and stage.on_device
+
+
+def _local_devices(mesh: jax.sharding.Mesh | None) -> list[jax.Device] | None:
+    """This process's devices of a mesh; None without one."""
+    return None if mesh is None else [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
 
 
 def build_role(
@@ -213,10 +227,3 @@ def _load(path: Path, options: EngineOptions, layout: Layout, mesh: jax.sharding
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(layout, abstract))
 
     return load_checkpoint(path, options.dtype, shardings=place, mtp=mtp)
-
-
-def progress_bar(title: str, show: bool = True) -> Progress:
-    """A bar on standard error, if that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, disable=not (show and console.is_terminal))

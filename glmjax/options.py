@@ -60,8 +60,11 @@ class EngineOptions:
       connector: how KV travels between engines: "local" within a process, "nixl" or "jax" between processes and hosts;
         "auto" is "local" within a process, else "nixl" where it is installed and "jax" where not.
       connector_host, connector_port: where the engine's connector answers others; port 0 takes a free one.
-      connector_stage_gib: host memory of each data-parallel rank for KV on its way; None: two of the longest requests,
-        or one where two are more than 8 GiB. Longer prompts are not handed over.
+      kv_buffer_device: where KV is on its way: "device" beside the pools, so that it goes from device to device, or
+        "host"; "auto" is "device" where the connector and the devices' memory allow it.
+      connector_stage_gib: memory of each data-parallel rank for KV on its way; None: two of the longest requests, or
+        one where two are more than 8 GiB (on devices, an eighth of their memory for KV). Longer prompts are not handed
+        over.
       lease_seconds: for how long KV that is offered waits for a sign of life of who fetches it.
       seed: of requests that bring none.
     """
@@ -97,6 +100,7 @@ class EngineOptions:
     connector: Literal["auto", "local", "nixl", "jax"] = "auto"
     connector_host: str = "127.0.0.1"
     connector_port: int = 0
+    kv_buffer_device: Literal["auto", "device", "host"] = "auto"
     connector_stage_gib: float | None = None
     lease_seconds: float = 30.0
     seed: int = 0
@@ -174,6 +178,7 @@ class EngineOptions:
 
     def _check_connector(self) -> None:
         _one_of("connector", self.connector, ("auto", "local", "nixl", "jax"))
+        _one_of("kv_buffer_device", self.kv_buffer_device, ("auto", "device", "host"))
         _positive("lease_seconds", self.lease_seconds)
         if not isinstance(self.connector_host, str) or not self.connector_host:
             raise ConfigError(f"connector_host must be an address, got {self.connector_host!r}")
@@ -187,7 +192,7 @@ class EngineOptions:
         if self.role is None:
             of_roles = ["connector_host", "connector_port"]
             if self.prefill is None:
-                of_roles += ["connector", "lease_seconds", "connector_stage_gib"]
+                of_roles += ["connector", "lease_seconds", "connector_stage_gib", "kv_buffer_device"]
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
                 if field.name in of_roles and value != field.default:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-import os
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -11,16 +11,14 @@ from jax.experimental import multihost_utils
 from glmjax.cache import abstract_cache, packed_row_bytes
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
+from glmjax.memory import GIB, HOST_SHARE, available_bytes, block_bytes, device_budget, has_mtp
 from glmjax.options import EngineOptions
 from glmjax.params import num_bytes
 from glmjax.sharding import cp
 from glmjax.sharding.layout import Layout
+from glmjax.stage_sizes import StageSize, blocks_on_device, blocks_on_host
 from glmjax.tiers import Offload
 
-GIB = 1 << 30
-CPU_CACHE_GIB = 2.0  # KV pool on a CPU unless told otherwise, and at most a quarter of the memory
-HOST_SHARE = 0.95  # of the free memory that the host's pools may take
-STAGE_GIB = 8.0  # two requests on their way at most, unless one is longer
 SPARE_BLOCKS = 2  # of the host's pool, beyond the longest request
 
 
@@ -33,28 +31,57 @@ class PoolSizes:
       block_size: tokens of a block, over all DCP ranks.
       max_model_len: of a request.
       offload: sizes on the device then.
+      stage: None if requests are not handed over.
     """
 
     num_blocks: int
     block_size: int
     max_model_len: int
     offload: Offload | None = None
+    stage: StageSize | None = None
 
 
-def pool_sizes(config: GLMConfig, options: EngineOptions) -> PoolSizes:
+def pool_sizes(
+    config: GLMConfig,
+    options: EngineOptions,
+    connector: str | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> PoolSizes:
     """Decides.
+
+    Args:
+      connector: kind of the connector by which requests are handed over.
+      devices: of this process, that the engine has; None: the first.
 
     Raises:
       ConfigError: a request of ``max_model_len`` does not fit, or there is not that much memory.
     """
+    if devices is None:
+        devices = jax.local_devices()[: options.layout.num_devices]
+    budget = device_budget(options, devices)
+    on_device = connector and blocks_on_device(config, options, connector, budget, devices)
+    if on_device and not options.kv_cache_gib:
+        budget -= on_device * block_bytes(config, options)
+    sizes = _pool_sizes(config, options, budget)
+    if connector is None:
+        return sizes
+    if on_device:
+        return dataclasses.replace(sizes, stage=StageSize(on_device, on_device=True))
+    longest = -(-sizes.max_model_len // sizes.block_size)
+    of_ranks = block_bytes(config, options) * options.layout.dcp
+    blocks = blocks_on_host(options, options.layout.dp, longest, of_ranks)
+    return dataclasses.replace(sizes, stage=StageSize(blocks, on_device=False))
+
+
+def _pool_sizes(config: GLMConfig, options: EngineOptions, budget: float) -> PoolSizes:
     longest = options.max_model_len or config.max_position_embeddings
     if longest > config.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={longest} is more than the model's {config.max_position_embeddings} positions"
         )
     if options.host_gib is not None:
-        return _with_host_pool(config, options, options.host_gib, longest)
-    num_blocks = device_blocks(config, options, longest)
+        return _with_host_pool(config, options, options.host_gib, longest, budget)
+    num_blocks = device_blocks(config, options, longest, budget)
     block_size = options.block_size * options.layout.dcp
     room = num_blocks * block_size
     if options.max_model_len is None:
@@ -67,22 +94,24 @@ def pool_sizes(config: GLMConfig, options: EngineOptions) -> PoolSizes:
     return PoolSizes(num_blocks, block_size, longest)
 
 
-def device_blocks(config: GLMConfig, options: EngineOptions, longest: int) -> int:
-    """Blocks of a device's pool that holds all rows, but no more than the sequences can use.
+def device_blocks(config: GLMConfig, options: EngineOptions, longest: int, budget: float) -> int:
+    """Blocks of a device's pool that holds all rows, in so many bytes, but no more than the sequences can use.
 
     Where there are several processes, what the fullest of them can hold.
     """
     if options.num_device_blocks is not None:
         return options.num_device_blocks
-    one = num_bytes(abstract_cache(config, 0, options.block_size, options.cache_dtype, mtp=_has_mtp(options)))
+    one = block_bytes(config, options)
     most = options.max_num_seqs * -(-longest // (options.block_size * options.layout.dcp))
-    return _fitting(options, one, _device_budget(options), most)
+    return _fitting(options, one, budget, most)
 
 
-def _with_host_pool(config: GLMConfig, options: EngineOptions, host_gib: float, longest: int) -> PoolSizes:
+def _with_host_pool(
+    config: GLMConfig, options: EngineOptions, host_gib: float, longest: int, budget: float
+) -> PoolSizes:
     """As many blocks as the host's pool holds, and as many pages as the device then does."""
     layout, block_size = options.layout, options.block_size * options.layout.dcp
-    mtp = _has_mtp(options)
+    mtp = has_mtp(options)
     none = abstract_cache(config, 0, options.block_size, options.cache_dtype, mtp=mtp)
     block_bytes = packed_row_bytes(none) * none.latent.shape[0] * options.block_size * layout.dcp
     num_blocks = int(host_gib * GIB // block_bytes)
@@ -118,7 +147,7 @@ def _with_host_pool(config: GLMConfig, options: EngineOptions, host_gib: float, 
     pages = options.num_device_blocks
     if pages is None:
         one = on_device(2) - on_device(1)
-        pages = _fitting(options, one, _device_budget(options) - (on_device(1) - one), num_blocks)
+        pages = _fitting(options, one, budget - (on_device(1) - one), num_blocks)
     if not region_pages and pages * block_size < longest:
         if options.max_model_len is not None:
             raise ConfigError(
@@ -148,10 +177,6 @@ def _region_pages(config: GLMConfig, options: EngineOptions, longest: int) -> in
     return -(-min(rows, longest) // options.block_size)
 
 
-def _has_mtp(options: EngineOptions) -> bool:
-    return options.num_speculative_tokens > 0
-
-
 def _fitting(options: EngineOptions, one: int, budget: float, most: int) -> int:
     """How many blocks, or pages, of ``one`` bytes the budget holds, up to ``most``."""
     if budget < one:
@@ -165,62 +190,14 @@ def _fitting(options: EngineOptions, one: int, budget: float, most: int) -> int:
     return int(multihost_utils.process_allgather(np.int32(min(blocks, 2**31 - 1))).min())
 
 
-def _device_budget(options: EngineOptions) -> float:
-    return options.kv_cache_gib * GIB if options.kv_cache_gib else _free_bytes(options.layout)
-
-
-def _free_bytes(layout: Layout) -> float:
-    """Memory for the pool of each device; simulated CPU devices share the machine's."""
-    devices = jax.local_devices()[: layout.num_devices]
-    stats = [device.memory_stats() for device in devices if device.platform != "cpu"]
-    if stats and all(stats):
-        return min(0.9 * memory["bytes_limit"] - memory["bytes_in_use"] for memory in stats if memory)
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(CPU_CACHE_GIB * GIB, memory_bytes / 4) / layout.num_devices
-
-
-def stage_blocks(options: EngineOptions, dp: int, longest: int, block_bytes: int) -> int:
-    """Blocks of the stage through which requests are handed over, of each data-parallel rank.
-
-    Args:
-      longest: blocks of the longest request. The stage holds two of them, or one where two are more than 8 GiB, unless
-        ``connector_stage_gib`` says otherwise.
-      block_bytes: of a block with the rows of all layers, on all DCP ranks.
-
-    Raises:
-      ConfigError: it holds no block, or this machine has no room for it.
-    """
-    blocks = max(longest, min(2 * longest, int(STAGE_GIB * GIB / block_bytes)))
-    if options.connector_stage_gib is not None:
-        blocks = int(options.connector_stage_gib * GIB / block_bytes)
-    need, free = blocks * block_bytes * dp, _available_bytes()
-    if blocks < 1 or need > HOST_SHARE * free:
-        raise ConfigError(
-            f"a stage of {blocks} blocks of {block_bytes / GIB:.4f} GiB for each of {dp} data-parallel ranks takes "
-            f"{need / GIB:.1f} GiB, and {HOST_SHARE:.0%} of the {free / GIB:.1f} GiB of free memory are to be had: set "
-            "connector_stage_gib"
-        )
-    return blocks
-
-
 def _check_host_memory(host_gib: float, layout: Layout) -> None:
     """Refuses pools that this machine has no room for.  Every device of a group keeps its own copy of its part."""
     local = len(jax.local_devices()[: layout.num_devices]) if jax.process_count() == 1 else jax.local_device_count()
     need = host_gib * GIB * local / layout.dcp
-    free = _available_bytes()
+    free = available_bytes()
     if need > HOST_SHARE * free:
         raise ConfigError(
             f"host pools of {need / GIB:.1f} GiB ({host_gib / layout.dcp:g} for each of {local} devices) are more than "
             f"{HOST_SHARE:.0%} of the {free / GIB:.1f} GiB of free memory: lower hisparse_host_gib (kv_offload_gib for "
             "plain offload)"
         )
-
-
-def _available_bytes() -> float:
-    """Memory that can be had without swapping (Linux's own estimate), else what is free."""
-    try:
-        with open("/proc/meminfo") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return float(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import IO, Any
 
+from glmjax.cli_log import LOGGER
 from glmjax.errors import ConfigError, GlmjaxError
 from glmjax.options import EngineOptions
 from glmjax.serving.front import FrontOptions, Pair, build_front, one_pair
@@ -45,8 +46,9 @@ class EngineProcess:
             env={**os.environ, "TTY_COMPATIBLE": "0", **environment},  # two progress bars would garble each other
             start_new_session=True,  # Ctrl-C is for who started it, who then closes it
         )
+        asked = {**job, "log_level": logging.getLogger(LOGGER).getEffectiveLevel()}
         with contextlib.suppress(BrokenPipeError):  # it has ended already, and ``ready`` says so
-            self._input.write(json.dumps(job) + "\n")
+            self._input.write(json.dumps(asked) + "\n")
             self._input.flush()
 
     def ready(self) -> None:

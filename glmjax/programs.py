@@ -27,11 +27,13 @@ from glmjax.sharding.partition import batch_spec, cache_spec
 from glmjax.sharding.traffic import Prefill
 from glmjax.share import Combine, Dispatch
 from glmjax.speculation import FLOP_PER_BYTE, NO_SPECULATION, Speculation
+from glmjax.stage import StageCopies, abstract_stage
 from glmjax.step import RequestState, abstract_state, make_step, over_mesh
 from glmjax.step_io import StepInputs, StepOutputs, StepShape, num_logprobs, packed_width
 from glmjax.tiers import Offload
 from glmjax.transfers import Transfers
 
+COPIED_BLOCKS = 16  # of each data-parallel rank, by one program, when requests are handed over
 MIN_CONTEXT_BLOCKS = 16  # a shorter context needs no program of its own
 
 
@@ -343,12 +345,40 @@ class Programs:
             self.compilations += 1
         return shape, compiled
 
-    def block_copies(self, most: int = 16) -> BlockCopies:
+    def block_copies(self) -> BlockCopies:
         """Compiles the copies of whole blocks for handing requests over, see ``glmjax.handoff``."""
-        if self.offload is not None:
-            raise ConfigError("blocks whose rows are in two tiers are not copied out of the device's pools")
-        self.compilations += 2
-        return BlockCopies(self.abstract_cache(), self.block_size, most, self.layout, self.mesh, self._compiler_options)
+        self.compilations += 2 if self.offload is None else 1
+        host = None if self.offload is None else self.abstract_host()
+        return BlockCopies(
+            self.abstract_cache(),
+            self.block_size,
+            COPIED_BLOCKS,
+            self.layout,
+            self.mesh,
+            self._compiler_options,
+            host,
+        )
+
+    def abstract_stage(self, num_blocks: int) -> Any:
+        """A stage on the devices with so many blocks of each rank, see ``glmjax.stage``."""
+        mtp = self.speculation.num_drafts > 0
+        one = abstract_cache(self.config, 1, self.block_size, self.cache_dtype, mtp=mtp)
+        return abstract_stage(one, num_blocks, self.block_size, self.layout, self.mesh)
+
+    def stage_copies(self, stage: Any) -> StageCopies:
+        """Compiles the copies of whole blocks between the pools and such a stage."""
+        self.compilations += 2 if self.offload is None else 1
+        host = None if self.offload is None else self.abstract_host()
+        return StageCopies(
+            self.abstract_cache(),
+            stage,
+            self.block_size,
+            COPIED_BLOCKS,
+            self.layout,
+            self.mesh,
+            self._compiler_options,
+            host,
+        )
 
     def _compile_transfers(self, offload: Offload) -> Transfers:
         self.compilations += 2

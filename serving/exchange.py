@@ -1,90 +1,97 @@
-"""Rows between the devices' pools and the host memory that a connector reads and writes: a runner's part of a handoff.
+"""Rows between the devices' pools and the memory that a connector reads and writes: a runner's part of a handoff.
 
-The host memory, the *stage*, is made of blocks of its own, which the scheduler leases; a block of the pool is copied
-into one before it is offered, and out of one after it was fetched. So the pool's blocks are free at once.
+That memory, the *stage*, is made of blocks of its own, which the scheduler leases; a block of the pool is copied into
+one before it is offered, and out of one after it was fetched. So the pool's blocks are free at once. It is on the host,
+or on the devices beside the pools (``glmjax.stage``).
 
 With rows in two tiers a block that was fetched goes into the host's pool, and its index keys into the devices'. Such
 blocks are not offered.
 """
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from glmjax.errors import ConfigError
-from glmjax.handoff import BlockCopies
 from glmjax.programs import Programs
 from glmjax.serving.plan import Handover
-from glmjax.serving.transfer.memory import Memory, memory
+from glmjax.serving.transfer.device_memory import DeviceMemory
+from glmjax.serving.transfer.memory import AnyMemory, Memory, memory
 
-COPIED_BLOCKS = 16  # that one program copies into two tiers
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaving:
-    """Blocks on their way into the stage: of each rank the stage's blocks, and the rows, still on the devices."""
-
-    stage: Sequence[Sequence[int]]
-    rows: tuple[jax.Array, jax.Array]
+Moves = list[list[tuple[int, int]]]  # of each data-parallel rank, (block, block of the stage)
 
 
-class Exchange:
+class Exchange(Protocol):
     """Copies whole blocks, with compiled programs.
 
-    Args:
-      size: from the bytes of a block, on all DCP ranks, to the blocks of the stage of each data-parallel rank.
-
     Attributes:
-      stage_blocks: those blocks.
-      memory: MLA and index rows of every rank, as connectors want them.
+      stage_blocks: blocks of the stage of each data-parallel rank.
+      memory: the stage as connectors want it.
     """
 
-    def __init__(self, programs: Programs, size: Callable[[int], int]):
-        layout = programs.layout
-        self._tiers = programs.offload is not None
-        self._copies = _copies_into_tiers(programs) if self._tiers else programs.block_copies()
-        self._block_size, self._dp, self._dcp = programs.block_size, layout.dp, layout.dcp
-        (layers, indexers), (mla, index) = self._copies.stacks, self._copies.row_bytes
-        self.stage_blocks = size((layers * mla + indexers * index) * programs.block_size * layout.dcp)
-        slots = self.stage_blocks * programs.block_size
+    @property
+    def stage_blocks(self) -> int: ...
 
-        def rows(stack: int, width: int) -> list[np.ndarray]:
-            return [np.zeros((stack, slots, width), np.uint8) for _ in range(layout.dp * layout.dcp)]
+    @property
+    def memory(self) -> AnyMemory: ...
 
-        self._rows = rows(layers, mla), rows(indexers, index)
-        self.memory: Memory = memory(*self._rows)
-
-    def send(self, cache: Any, moves: Sequence[Handover]) -> list[Leaving]:
+    def send(self, cache: Any, moves: Sequence[Handover]) -> Sequence[Any]:
         """Starts to copy blocks of the pool into the stage; ``arrive`` ends it.
 
         Raises:
           ConfigError: rows are in two tiers.
         """
-        if moves and self._tiers:
-            raise ConfigError("requests whose rows are in two tiers are not handed over to other engines")
-        leaving = []
-        for part in self._parts(moves):
-            rows = self._copies.read(cache, [[block for block, _ in own] for own in part])
-            for x in rows:
-                x.copy_to_host_async()
-            leaving.append(Leaving([[stage for _, stage in own] for own in part], rows))
-        return leaving
+        ...
 
-    def arrive(self, leaving: Sequence[Leaving]) -> None:
-        """Waits for the rows, and puts them where a connector finds them."""
-        for one in leaving:
-            for regions, rows in zip(self._rows, one.rows, strict=True):
-                by_rank = self._by_rank(np.asarray(rows))
-                for place, (rank, shard) in enumerate(np.ndindex(self._dp, self._dcp)):
-                    for i, stage in enumerate(one.stage[rank]):
-                        regions[place][:, self._slots(stage)] = by_rank[:, rank, shard, i]
+    def arrive(self, leaving: Sequence[Any]) -> None:
+        """Waits until what ``send`` started is where a connector finds it."""
+        ...
 
     def receive(self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]) -> tuple[Any, jax.Array | None]:
         """Copies blocks of the stage into the pool, or the two tiers' pools, which are consumed; returns them."""
-        for part in self._parts(moves):
+        ...
+
+
+class HostExchange:
+    """By way of the host: packed rows in NumPy arrays."""
+
+    def __init__(self, programs: Programs, stage_blocks: int):
+        layout = programs.layout
+        self.stage_blocks = stage_blocks
+        self._tiers = programs.offload is not None
+        self._copies = programs.block_copies()
+        self._block_size, self._dp, self._dcp = programs.block_size, layout.dp, layout.dcp
+        slots = stage_blocks * programs.block_size
+        self._rows = tuple(
+            [np.zeros((stack, slots, width), np.uint8) for _ in range(layout.dp * layout.dcp)]
+            for stack, width in zip(self._copies.stacks, self._copies.row_bytes, strict=True)
+        )
+        mla, index = self._rows
+        self.memory: Memory = memory(mla, index)
+
+    def send(self, cache: Any, moves: Sequence[Handover]) -> list[tuple[Moves, tuple[jax.Array, jax.Array]]]:
+        leaving = []
+        for part in parts(moves, self._dp, self._copies.most, self._tiers):
+            rows = self._copies.read(cache, [[block for block, _ in own] for own in part])
+            for x in rows:
+                x.copy_to_host_async()
+            leaving.append((part, rows))
+        return leaving
+
+    def arrive(self, leaving: Sequence[tuple[Moves, tuple[jax.Array, jax.Array]]]) -> None:
+        for part, both in leaving:
+            for regions, rows in zip(self._rows, both, strict=True):
+                by_rank = self._by_rank(np.asarray(rows))
+                for place, (rank, shard) in enumerate(np.ndindex(self._dp, self._dcp)):
+                    for i, (_, stage) in enumerate(part[rank]):
+                        regions[place][:, self._slots(stage)] = by_rank[:, rank, shard, i]
+
+    def receive(self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]) -> tuple[Any, jax.Array | None]:
+        for part in parts(moves, self._dp, self._copies.most):
             packed = []
             for regions in self._rows:
                 stack, _, width = regions[0].shape
@@ -101,15 +108,6 @@ class Exchange:
                 cache, host = self._copies.receive(cache, host, blocks, mla, index)
         return cache, host
 
-    def _parts(self, moves: Sequence[Handover]) -> list[list[list[tuple[int, int]]]]:
-        """Pairs of each rank, as many at a time as the programs copy."""
-        each: list[list[tuple[int, int]]] = [[] for _ in range(self._dp)]
-        for move in moves:
-            each[move.rank] += zip(move.blocks, move.stage, strict=True)
-        most = self._copies.most
-        longest = max(map(len, each), default=0)
-        return [[own[first : first + most] for own in each] for first in range(0, longest, most)]
-
     def _by_rank(self, rows: np.ndarray) -> np.ndarray:
         return rows.reshape(rows.shape[0], self._dp, self._dcp, self._copies.most, *rows.shape[2:])
 
@@ -117,16 +115,40 @@ class Exchange:
         return slice(block * self._block_size, (block + 1) * self._block_size)
 
 
-def _copies_into_tiers(programs: Programs) -> BlockCopies:
-    assert programs.transfers is not None
-    copies = BlockCopies(
-        programs.abstract_cache(),
-        programs.block_size,
-        COPIED_BLOCKS,
-        programs.layout,
-        programs.mesh,
-        programs.transfers.compiler_options,
-        programs.abstract_host(),
-    )
-    programs.compilations += 1
-    return copies
+class DeviceExchange:
+    """On the devices: pools and stage are beside each other, and no row comes to the host."""
+
+    def __init__(self, programs: Programs, stage_blocks: int):
+        self.stage_blocks = stage_blocks
+        self._dp, self._tiers = programs.layout.dp, programs.offload is not None
+        stage = programs.abstract_stage(stage_blocks)
+        self._copies = programs.stage_copies(stage)
+        mla, index = (jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in stage)
+        self.memory = DeviceMemory((mla, index))
+
+    def send(self, cache: Any, moves: Sequence[Handover]) -> list[jax.Array]:
+        some = parts(moves, self._dp, self._copies.most, self._tiers)
+        return [self.memory.replace(functools.partial(self._copies.save, cache, moves=part)) for part in some]
+
+    def arrive(self, leaving: Sequence[jax.Array]) -> None:
+        jax.block_until_ready(leaving)
+
+    def receive(self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]) -> tuple[Any, jax.Array | None]:
+        for part in parts(moves, self._dp, self._copies.most):
+            cache, host = self.memory.read(functools.partial(self._copies.load, cache, host, moves=part))
+        return cache, host
+
+
+def parts(moves: Sequence[Handover], dp: int, most: int, tiers: bool = False) -> list[Moves]:
+    """Pairs of blocks of each data-parallel rank, as many at a time as the programs copy.
+
+    Raises:
+      ConfigError: there are moves out of pools of two tiers.
+    """
+    if moves and tiers:
+        raise ConfigError("requests whose rows are in two tiers are not handed over to other engines")
+    each: Moves = [[] for _ in range(dp)]
+    for move in moves:
+        each[move.rank] += zip(move.blocks, move.stage, strict=True)
+    longest = max(map(len, each), default=0)
+    return [[own[first : first + most] for own in each] for first in range(0, longest, most)]

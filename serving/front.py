@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from glmjax import __version__
 from glmjax.errors import ConfigError, RequestError
 from glmjax.serving import asgi, protocol, replies
 from glmjax.serving.asgi import ApiError
@@ -34,14 +35,21 @@ from glmjax.serving.transfer.params import PARAM
 
 log = logging.getLogger(__name__)
 
+PREFILL_METRICS = "/metrics/prefill"
 CONNECT_SECONDS = 5.0
 REST_SECONDS = 10.0  # for which a prefill engine that cannot be reached is not tried again
-# A peer whose host is gone says nothing: the system finds out by asking.
+# A peer whose host is gone says nothing: the system finds out by asking, or by what it has sent not being taken, for
+# which by itself it would wait a quarter of an hour.
 _KEEP_ALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
         (socket.IPPROTO_TCP, getattr(socket, name), value)
-        for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))
+        for name, value in (
+            ("TCP_KEEPIDLE", 30),
+            ("TCP_KEEPINTVL", 10),
+            ("TCP_KEEPCNT", 3),
+            ("TCP_USER_TIMEOUT", 60_000),
+        )
         if hasattr(socket, name)
     ),
 )
@@ -54,7 +62,7 @@ _OUTPUT_FIELDS = (
 )
 _HANDED_ON = ("authorization", "content-type", "x-request-id", "traceparent", "tracestate", "baggage")
 _OF_DECODE_ENGINE = {
-    "GET": ("/v1/models", "/v1/models/{name:path}", "/version", "/load", "/tokenizer_info"),
+    "GET": ("/v1/models", "/v1/models/{name:path}", "/load", "/tokenizer_info"),
     "POST": ("/tokenize", "/detokenize"),
 }
 
@@ -119,12 +127,14 @@ def build_front(router: Router, options: FrontOptions) -> Starlette:
         Route("/v1/chat/completions", front.generate, methods=["POST"]),
         Route("/health", front.health),
         Route("/ping", front.health, methods=["GET", "POST"]),
+        Route("/version", front.version),
         Route("/metrics", front.metrics),
+        Route(PREFILL_METRICS, front.prefill_metrics),
         *(Route(path, front.hand_on, methods=[verb]) for verb, paths in _OF_DECODE_ENGINE.items() for path in paths),
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(asgi.Gate, api_keys=options.api_keys, open_paths=OPEN_PATHS)],
+        middleware=[Middleware(asgi.Gate, api_keys=options.api_keys, open_paths=OPEN_PATHS | {PREFILL_METRICS})],
         exception_handlers=asgi.ERROR_HANDLERS,
         lifespan=front.lifespan,
     )
@@ -182,6 +192,7 @@ class _Front:
         began = _now()
         call = await self._call(request)
         pair = await self._router(call.path, call.headers, call.body)
+        params = None
         try:
             params, prompt, rank = await asgi.while_connected(request.receive, self._prefill(pair, call))
             self._calls.labels(prompt).inc()
@@ -192,7 +203,11 @@ class _Front:
             onward = self._client.build_request("POST", pair.decode + call.path, content=content, headers=headers)
             streams = bool(call.body.get("stream"))
             response = await asgi.while_connected(request.receive, self._ask_decode(onward, stream=streams))
-        except asgi.HungUpError:
+        except (asgi.HungUpError, ApiError) as error:
+            if params is not None:
+                await self._withdraw(pair, call, params)
+            if isinstance(error, ApiError):
+                raise
             return Response(status_code=499)
         if not streams:
             self._seconds.labels(prompt, "no").observe(_now() - began)
@@ -220,14 +235,26 @@ class _Front:
         healthy = all(await asyncio.gather(*map(self._is_healthy, needed)))
         return Response(status_code=200 if healthy else 503)
 
+    async def version(self, request: Request) -> Response:
+        """The front's own, and that it is no engine."""
+        return asgi.json_response({"version": __version__, "role": "front"})
+
     async def metrics(self, request: Request) -> Response:
-        """The decode engine's metrics, and the front's own. The prefill engine answers for itself."""
+        """The decode engine's metrics, and the front's own."""
         content = prometheus_client.generate_latest(self._registry)
         pair = await self._router(request.url.path, {}, {})
         with contextlib.suppress(httpx.TransportError):
             response = await self._client.get(pair.decode + "/metrics", timeout=CONNECT_SECONDS)
             content = response.content + content
         return Response(content, media_type=CONTENT_TYPE)
+
+    async def prefill_metrics(self, request: Request) -> Response:
+        """The prefill engine's metrics, by themselves: they have the names of the decode engine's."""
+        pair = await self._router(request.url.path, {}, {})
+        try:
+            return _passed_on(await self._client.get(pair.prefill + "/metrics", timeout=CONNECT_SECONDS))
+        except httpx.TransportError as error:
+            raise ApiError(503, f"the prefill engine cannot be reached: {_what(error)}", *_UNREACHABLE) from None
 
     async def _call(self, request: Request) -> _Call:
         raw = await asgi.read_body(request, self._options.max_body_bytes)
@@ -285,6 +312,13 @@ class _Front:
         if offer is None:
             raise _PrefillError(f"its answer has no {PARAM}")
         return offer
+
+    async def _withdraw(self, pair: Pair, call: _Call, params: Any) -> None:
+        """Gives up an offer that the decode engine may never have heard of, and nobody would fetch."""
+        content = msgspec.json.encode({PARAM: params})
+        with contextlib.suppress(httpx.TransportError):  # then the lease runs out
+            url = pair.prefill + "/v1/kv_transfer/withdraw"
+            await self._client.post(url, content=content, headers=call.headers, timeout=CONNECT_SECONDS)
 
     async def _counts(self, pair: Pair, call: _Call) -> dict[str, list[int]] | None:
         """Tokens of each prompt, on the decode engine; None if the call is not one that it takes: it will say why."""

@@ -29,7 +29,7 @@ from glmjax.serving.metrics import CONTENT_TYPE, Metrics
 from glmjax.serving.parsers import Parser, keeps_tags
 from glmjax.serving.stream import Generation, Mailbox
 from glmjax.serving.tokenizer import Tokenizer
-from glmjax.serving.transfer.params import Role, from_params, read_params
+from glmjax.serving.transfer.params import PARAM, Role, from_params, read_params
 from glmjax.serving.writers import ChatWriter, CompletionWriter, Tally, Writer
 from glmjax.types import SamplingParams
 
@@ -93,6 +93,8 @@ def build_app(
         Route("/load", api.load),
         Route("/metrics", api.metrics_text),
     ]
+    if options.role == "prefill":
+        routes += [Route("/v1/kv_transfer/withdraw", api.withdraw, methods=["POST"])]
     if options.role == "decode":
         routes += [
             Route("/v1/completions/uncached_tokens", api.uncached_in_completion, methods=["POST"]),
@@ -127,8 +129,7 @@ class _Api:
                 "enable_prefix_caching": config.enable_prefix_caching,
             },
         )
-        keeps = keeps_tags(tokenizer)
-        self._hidden_tokens = () if keeps else tuple(tokenizer.special_tokens)
+        self._hidden_tokens = () if keeps_tags(tokenizer) else tuple(tokenizer.special_tokens)
 
     async def completions(self, request: Request) -> Response:
         asked, sampling, token_ids, texts = await self._completion_call(request)
@@ -167,9 +168,15 @@ class _Api:
         asked, sampling, _, token_ids = await self._chat_call(request)
         return await self._uncached(asked, sampling, [token_ids])
 
+    async def withdraw(self, request: Request) -> Response:
+        """Gives up an offer of which nobody has heard: who has begun to fetch it goes on."""
+        body = protocol.decode_object(await asgi.read_body(request, self._options.max_body_bytes))
+        offer, handoff = from_params(body.get(PARAM)), self._engine.scheduler.ranks[0].handoff
+        done = offer is not None and handoff is not None and handoff.connector.withdraw(offer.request_id)
+        return asgi.json_response({"withdrawn": done})
+
     async def models(self, request: Request) -> Response:
-        cards = [self._card(name) for name in self._options.model_names]
-        return asgi.json_response({"object": "list", "data": cards})
+        return asgi.json_response({"object": "list", "data": [self._card(name) for name in self._options.model_names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -186,10 +193,9 @@ class _Api:
             ids = await asgi.off_loop(len(body), self._tokenizer.encode, asked.prompt)
         else:
             ids = (await asgi.off_loop(len(body), self._prepare_chat, asked))[1]
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._max_model_len}
-        answer["tokens"] = ids
         strings = [self._tokenizer.token_piece(i) for i in ids] if asked.return_token_strs else None
-        return asgi.json_response(answer | {"token_strs": strings})
+        counts = {"count": len(ids), "max_model_len": self._max_model_len}
+        return asgi.json_response(counts | {"tokens": ids, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         body = await asgi.read_body(request, self._options.max_body_bytes)
@@ -209,7 +215,8 @@ class _Api:
         return Response(status_code=200 if self._engine.healthy else 503)
 
     async def version(self, request: Request) -> Response:
-        return asgi.json_response({"version": self._options.version})
+        role = {} if self._options.role is None else {"role": self._options.role}
+        return asgi.json_response({"version": self._options.version, **role})
 
     async def load(self, request: Request) -> Response:
         return asgi.json_response({"server_load": self._in_flight})

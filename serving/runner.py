@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from glmjax.programs import Programs
-from glmjax.serving.exchange import Exchange, Leaving
+from glmjax.serving.exchange import Exchange
 from glmjax.serving.plan import Chunk, Move, Plan, Results, Sampled, TokenLogprobs
 from glmjax.step_io import MAX_BANNED, StepInputs, StepOutputs
 
@@ -29,12 +29,12 @@ class Started:
     Attributes:
       rectangles: for each, the ranks' chunks, rows of a rank, packed outputs.
       copied: write-backs, and an array that is there once they are.
-      leaving: blocks on their way to the stage.
+      leaving: blocks on their way to the stage, as the exchange knows them.
     """
 
     rectangles: Sequence[tuple[tuple[Sequence[Chunk], ...], int, Any]]
     copied: Sequence[tuple[Sequence[Move], Any]] = ()
-    leaving: Sequence[Leaving] = ()
+    leaving: Sequence[Any] = ()
 
 
 class ProgramRunner:
@@ -55,7 +55,7 @@ class ProgramRunner:
         """Dispatches every rectangle; the device has an order for them, and the host waits for none."""
         ranks = range(self._programs.layout.dp)
         started = []
-        leaving: Sequence[Leaving] = ()
+        leaving: Sequence[Any] = ()
         if plan.sends or plan.receives:
             assert self._exchange is not None
             leaving = self._exchange.send(self._cache, plan.sends)

@@ -11,6 +11,7 @@ import sys
 import threading
 
 from transfer_case import clone, content, noise, peer, same, table_for, write
+from transfer_on_devices import on_devices, refill
 
 from glmjax.serving.clock import Clock
 from glmjax.serving.transfer.factory import make_connector
@@ -24,7 +25,7 @@ def say(**message):
 
 
 def fetch(connector, fetch, seed, hang):
-    """Fetches into the first blocks and says whether the rows are right."""
+    """Fetches into the first blocks of memory on the host and says whether the rows are right."""
     offer, info = from_params(fetch), connector.info
     if hang:
         Guard.pause = lambda guard: (say(reading=offer.request_id), threading.Event().wait())
@@ -39,7 +40,10 @@ def main():
     job = json.loads(sys.argv[1])
     info = peer(**job["peer"])
     rows = noise(info, job["blocks"], 0)
-    connector = make_connector(info, rows, Clock(), Settings(**job.get("settings", {})))
+    on_device = on_devices(rows, 0, info) if job.get("on_device") else None
+    connector = make_connector(
+        info, rows if on_device is None else on_device, Clock(), Settings(**job.get("settings", {}))
+    )
     lines = queue.SimpleQueue()
 
     def listen():
@@ -66,6 +70,8 @@ def main():
         tokens, seed = request["tokens"], request["seed"]
         table = request.get("table") or table_for(info, tokens, job["blocks"], seed)
         write(info, rows, table, content(info, tokens, seed), range(tokens))
+        if on_device is not None:
+            refill(on_device, rows)
         say(offer=to_params(connector.offer(request["name"], table, tokens)))
     connector.close()
     for lease in connector.collect():

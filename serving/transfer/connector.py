@@ -33,7 +33,7 @@ from glmjax.serving.transfer.interface import (
 )
 from glmjax.serving.transfer.job import Guard, Job, Peer, Settings, Unheard
 from glmjax.serving.transfer.leases import LeaseBook
-from glmjax.serving.transfer.memory import Memory, check_memory
+from glmjax.serving.transfer.memory import AnyMemory, check_memory
 from glmjax.serving.transfer.plan import Side, check_side
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class PullConnector(abc.ABC):
 
     kind: str
 
-    def __init__(self, info: PeerInfo, rows: Memory, clock: Clock, settings: Settings):
+    def __init__(self, info: PeerInfo, rows: AnyMemory, clock: Clock, settings: Settings):
         if info.connector != self.kind:
             raise ConfigError(f"connector must be {self.kind!r} for this engine, got {info.connector!r}")
         check_memory(info, rows)
@@ -359,7 +359,7 @@ class PullConnector(abc.ABC):
 class RemoteConnector(PullConnector):
     """A connector whose peers are other processes."""
 
-    def __init__(self, info: PeerInfo, rows: Memory, clock: Clock, settings: Settings):
+    def __init__(self, info: PeerInfo, rows: AnyMemory, clock: Clock, settings: Settings):
         super().__init__(info, rows, clock, settings)
         self._server = ChannelServer(settings.host, settings.port, self.answer, clock, settings.call_timeout)
         self.port = self._server.port

@@ -8,7 +8,7 @@ from glmjax.serving.transfer.connector import PullConnector
 from glmjax.serving.transfer.interface import PeerInfo
 from glmjax.serving.transfer.job import Settings
 from glmjax.serving.transfer.local import Hub, LocalConnector
-from glmjax.serving.transfer.memory import Memory
+from glmjax.serving.transfer.memory import AnyMemory
 
 CONNECTORS = ("local", "nixl", "jax")
 
@@ -19,12 +19,12 @@ def between_processes() -> str:
 
 
 def make_connector(
-    info: PeerInfo, rows: Memory, clock: Clock, settings: Settings | None = None, hub: Hub | None = None
+    info: PeerInfo, rows: AnyMemory, clock: Clock, settings: Settings | None = None, hub: Hub | None = None
 ) -> PullConnector:
     """A connector of the kind that ``info.connector`` names.
 
     Args:
-      rows: host memory that is fetched from and into; kept, and written to while fetches run.
+      rows: memory that is fetched from and into; kept, and written to while fetches run.
       hub: where local connectors of this process find each other.
 
     Raises:

@@ -15,7 +15,7 @@ from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError, GlmjaxError
 from glmjax.sharding.relayout import KVSharding
 
-PROTOCOL = 1  # of the messages between connectors; raised with any change of them
+PROTOCOL = 2  # of the messages between connectors; raised with any change of them
 
 MLA, INDEX = "mla", "index"  # the two kinds of rows
 

@@ -19,12 +19,14 @@ import jax
 import numpy as np
 from jax.experimental import transfer
 
+from glmjax.errors import ConfigError
 from glmjax.serving.clock import Clock
 from glmjax.serving.transfer.channel import Message
 from glmjax.serving.transfer.connector import RemoteConnector
+from glmjax.serving.transfer.device_memory import DeviceMemory
 from glmjax.serving.transfer.interface import INDEX, MLA, Lease, PeerInfo, TransferError
 from glmjax.serving.transfer.job import Guard, Job, Settings
-from glmjax.serving.transfer.memory import Memory, memory
+from glmjax.serving.transfer.memory import AnyMemory, Memory, memory
 from glmjax.serving.transfer.plan import Side, check_side, copy, plan_transfer
 
 log = logging.getLogger(__name__)
@@ -38,8 +40,11 @@ class JaxConnector(RemoteConnector):
     kind = "jax"
 
     def __init__(
-        self, info: PeerInfo, rows: Memory, clock: Clock, settings: Settings, device: jax.Device | None = None
+        self, info: PeerInfo, rows: AnyMemory, clock: Clock, settings: Settings, device: jax.Device | None = None
     ):
+        if isinstance(rows, DeviceMemory):
+            raise ConfigError("connector 'jax' moves host memory: use kv_buffer_device='host'")
+        self._rows = rows
         device = device or jax.local_devices(backend="cpu")[0]
         self._sharding = jax.sharding.SingleDeviceSharding(device)
         address = f"{settings.host}:0"
@@ -71,7 +76,7 @@ class JaxConnector(RemoteConnector):
         except ValueError as error:
             raise TransferError(str(error)) from None
         packed = packed_memory(self.info, last - first)
-        copy(plan_transfer(self.info, source, Side.packed(first, last), first, last), self.rows, packed)
+        copy(plan_transfer(self.info, source, Side.packed(first, last), first, last), self._rows, packed)
         arrays = [jax.device_put(packed[name].ranks[0], self._sharding) for name in (MLA, INDEX)]
         with self._packing:
             number = next(self._ids)
@@ -99,7 +104,7 @@ class JaxConnector(RemoteConnector):
             arrays = self._pull(job.peer.link, answer["id"], shapes)
             rows = memory(*([self._arrived(array, job.guard)] for array in arrays))
             plan = plan_transfer(self.info, Side.packed(first, last), job.target, first, last)
-            copy(plan, rows, self.rows)
+            copy(plan, rows, self._rows)
             job.moved(plan)
 
     def _pull(self, connection: Any, number: int, shapes: Sequence[tuple[int, ...]]) -> list[Any]:

@@ -12,6 +12,7 @@ import numpy as np
 from glmjax import __version__
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
+from glmjax.serving.transfer.device_memory import DeviceMemory
 from glmjax.serving.transfer.interface import INDEX, MLA, PeerInfo, fingerprint
 from glmjax.sharding.relayout import KVSharding
 
@@ -42,6 +43,10 @@ class Region:
                 raise ConfigError(f"region {self.name}: ranks of shapes {rows.shape} and {self.ranks[0].shape}")
 
     @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
     def layers(self) -> int:
         return int(self.ranks[0].shape[0])
 
@@ -55,6 +60,7 @@ class Region:
 
 
 Memory = dict[str, Region]
+AnyMemory = Memory | DeviceMemory
 
 
 def memory(mla: Sequence[np.ndarray], index: Sequence[np.ndarray]) -> Memory:
@@ -73,7 +79,7 @@ def empty_memory(info: PeerInfo, slots: int) -> Memory:
 
 def describe(
     config: GLMConfig,
-    rows: Memory,
+    rows: AnyMemory,
     sharding: KVSharding,
     *,
     engine_id: str,
@@ -108,14 +114,14 @@ def describe(
     return info
 
 
-def check_memory(info: PeerInfo, rows: Memory) -> None:
+def check_memory(info: PeerInfo, rows: AnyMemory) -> None:
     """Raises ConfigError unless an engine's memory is as it says."""
     for name, layers, row_bytes in (
         (MLA, info.layers, info.mla_row_bytes),
         (INDEX, info.indexers, info.index_row_bytes),
     ):
         region = rows[name]
-        found = len(region.ranks), region.layers, region.row_bytes
+        found = region.num_ranks, region.layers, region.row_bytes
         wanted = info.dp * info.dcp, layers, row_bytes
         if found != wanted:
             raise ConfigError(

@@ -10,7 +10,7 @@ from glmjax import api, cli
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.options import engine_options
-from glmjax.pool_sizes import device_blocks
+from glmjax.pool_sizes import pool_sizes
 
 GOOD = GLMConfig.tiny().to_hf()
 
@@ -61,7 +61,7 @@ def test_do_sample_false_means_greedy(tmp_path: Path) -> None:
 
 def test_pool_without_room_for_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match="raise kv_cache_gib"):
-        device_blocks(GLMConfig.tiny(), engine_options(kv_cache_gib=1e-9), 64)
+        pool_sizes(GLMConfig.tiny(), engine_options(kv_cache_gib=1e-9))
 
 
 @pytest.mark.parametrize(

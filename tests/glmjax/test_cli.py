@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import os
 import re
 import signal
@@ -26,6 +27,7 @@ from glmjax.demo import demo_config
 from glmjax.orbax_io import is_orbax
 
 FEW = ["--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
+LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) "  # how lines of the log begin
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -111,12 +113,11 @@ def test_generate_treats_prompts_as_messages(glm, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-model-len", "513"], "max_model_len=513 is more than the model's 512 positions"),
-        (["--max-num-seqs", "0"], "max_num_seqs must be a whole number of at least 1, got 0"),
+        (["--max-num-seqs", "0"], "--max-num-seqs must be a whole number of at least 1, got 0"),
         (["--temperature", "3"], "temperature must be in [0, 2], got 3.0"),
-        (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
-        (["--top-k", "-2"], "top_k must be 0 or -1 for all, or a positive number of tokens, got -2"),
-        (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
+        (["--top-k", "-2"], "--top-k must be 0 or -1 for all, or a positive number of tokens, got -2"),
+        (["--max-tokens", "0"], "--max-tokens must be at least 1, got 0"),
         (
             ["--layout", "tp8", "--pcp", "2"],
             "--layout tp8 and degrees such as --pcp exclude one another: give one of them",
@@ -126,15 +127,46 @@ def test_generate_treats_prompts_as_messages(glm, folder):
             "dcp=3 must divide pcp=2 x tp=1, the devices that share a KV cache: use dcp=1 or 2",
         ),
         (["--tp", "4"], "tp=4 cannot split num_attention_heads=2 evenly: for this model use tp=1 or 2"),
-        (
-            [*FEW, "--max-tokens", "64"],
-            "the context is 64 tokens, but 66 were asked for: 2 in the prompt and max_tokens=64",
-        ),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
 )
 def test_a_bad_value_is_one_line_and_exit_code_2(glm, folder, options, message):
     assert glm("generate", folder, "-p", "ab", *options) == (2, "", f"glmjax: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-model-len", "513"], "--max-model-len=513 is more than the model's 512 positions"),
+        (
+            [*FEW, "--max-tokens", "64"],
+            "the context is 64 tokens, but 66 were asked for: 2 in the prompt and --max-tokens=64",
+        ),
+    ],
+    ids=["pool", "prompt"],
+)
+def test_a_value_that_turns_out_bad_later_is_one_line_after_those_of_the_start(glm, folder, options, message):
+    code, out, err = glm("generate", folder, "-p", "ab", *options)
+    *start, last = err.splitlines()
+    assert (code, out, last) == (2, "", f"glmjax: {message}")
+    assert all(re.match(LINE, line) for line in start)
+
+
+@pytest.mark.parametrize(
+    ("message", "typed"),
+    [
+        ("lease_seconds must be positive", "--lease-seconds must be positive"),
+        ("kv_offload='host' and hisparse_host_gib=1", "--kv-offload='host' and --hisparse-host-gib=1"),
+        ("give more with max_num_seqs.", "give more with --max-num-seqs."),
+        *(
+            (same, same)
+            for same in ("num_attention_heads=2", "/tmp/max_tokens/x not found", "max_tokens.npz not found")
+        ),
+        *((same, same) for same in ("the prefill engine", "/x/generation_config.json: top_p must be in (0, 1]")),
+    ],
+)
+def test_messages_name_options_as_they_are_typed(message, typed):
+    assert cli.as_typed(message) == typed
 
 
 def test_a_missing_checkpoint_is_one_line_and_exit_code_2(tmp_path):
@@ -171,7 +203,7 @@ def test_wrong_usage_is_named_with_exit_code_2(glm, arguments, names):
 
 
 def test_convert_to_orbax_and_back_keeps_everything(glm, folder, tmp_path):
-    assert glm("convert", folder, tmp_path / "orbax") == (0, f"Wrote {tmp_path / 'orbax'}\n", "")
+    assert glm("convert", folder, tmp_path / "orbax")[:2] == (0, f"Wrote {tmp_path / 'orbax'}\n")
     assert is_orbax(tmp_path / "orbax")
     assert glm("convert", tmp_path / "orbax", tmp_path / "hf", "--to", "hf")[0] == 0
     config, params = load_checkpoint(folder)
@@ -218,16 +250,26 @@ def commands():
     return typer.main.get_command(cli.app).commands
 
 
-@pytest.mark.parametrize("name", commands())
-def test_every_option_has_a_line_of_help(glm, name, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    command = commands()[name]
+def test_a_command_leaves_the_log_as_it_was(glm):
+    logger = logging.getLogger("glmjax")
+    before = logger.level, list(logger.handlers)
+    glm("--version")
+    assert (logger.level, list(logger.handlers)) == before
+
+
+@pytest.mark.parametrize("name", [*commands(), "bench hisparse"])
+def test_every_option_has_a_line_of_help_and_its_name_whole_on_80_columns(glm, name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    group, *of_group = name.split()
+    command = commands()[group].commands[of_group[0]] if of_group else commands()[group]
     assert command.help
-    code, out, _ = glm(name, "--help")
+    code, out, _ = glm(*name.split(), "--help")
     assert code == 0
+    words = set(re.split(r"[\s,.\[\]]+", out))
     for option in command.params:
         assert option.help, f"{name} {option.name}"
-        assert (option.opts[0] if option.param_type_name == "option" else option.name) in out
+        is_option = option.param_type_name == "option"
+        assert words.issuperset([*option.opts, *option.secondary_opts] if is_option else [option.name])
 
 
 def test_help_lists_the_commands(glm):
@@ -250,7 +292,10 @@ def test_serve_says_where_it_is_and_ends_on_interrupt(folder):
         assert server.stdout.readline().startswith(f"  curl {found[1]}/v1/chat/completions")
         assert httpx.get(f"{found[1]}/health").status_code == 200
         server.send_signal(signal.SIGINT)
-        assert (*server.communicate(timeout=60), server.returncode) == ("", "", 0)
+        out, err = server.communicate(timeout=60)
+        assert (out, server.returncode) == ("", 0)
+        said = [re.sub(LINE, "", line) for line in err.splitlines()]
+        assert [line.split(":")[0] for line in said] == ["Loading small"] * 2 + ["Compiling"] * 2, err
     finally:
         server.kill()
         server.wait()
@@ -263,6 +308,26 @@ def test_a_port_that_is_taken_is_one_line_and_exit_code_2(glm, folder):
         port = listener.getsockname()[1]
         code, out, err = glm("serve", folder, "--port", port, *FEW)
     assert (code, out, err) == (2, "", f"glmjax: port {port} on 127.0.0.1 is in use; choose another one\n")
+
+
+def test_proxy_names_engines_that_are_not_there_and_serves(folder):
+    command = [sys.executable, "-m", "glmjax", "proxy", "http://127.0.0.1:1", "http://127.0.0.1:2/v1", "--port", "0"]
+    front = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        found = re.search(r"http://127\.0\.0\.1:1 and http://127\.0\.0\.1:2 on (\S+)", front.stdout.readline())
+        for url in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
+            assert re.match(rf"{LINE}the \w+ engine at {url} cannot be reached", front.stderr.readline())
+        assert httpx.get(f"{found[1]}/health").status_code == 503
+        front.send_signal(signal.SIGINT)
+        assert (*front.communicate(timeout=60), front.returncode) == ("", "", 0)
+    finally:
+        front.kill()
+        front.wait()
+
+
+def test_a_malformed_url_is_one_line_and_exit_code_2(glm):
+    message = "glmjax: DECODE must be a URL such as http://127.0.0.1:8001, got 'http://host:port'\n"
+    assert glm("proxy", "http://127.0.0.1:1", "http://host:port") == (2, "", message)
 
 
 # Examples, on the demo.
@@ -290,4 +355,4 @@ def test_example_runs(example, shown, tmp_path):
 def test_plugin_that_only_compiles_is_not_mentioned(folder):
     settings = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     done = process("-m", "glmjax", "generate", folder, "--prompt", "x", "--max-tokens", "1", *FEW, env=settings)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0 and all(re.match(LINE, line) for line in done.stderr.splitlines()), done.stderr

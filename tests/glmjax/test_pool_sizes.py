@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,16 +12,17 @@ import glmjax.pool_sizes
 from glmjax.cache import abstract_cache
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
+from glmjax.memory import GIB, device_budget
 from glmjax.options import engine_options
 from glmjax.params import num_bytes
-from glmjax.pool_sizes import GIB, device_blocks, pool_sizes, stage_blocks
+from glmjax.pool_sizes import device_blocks, pool_sizes
 
 GLM = GLMConfig.glm_5_3()
 
 
 @pytest.fixture
 def large_host(monkeypatch):
-    monkeypatch.setattr(glmjax.pool_sizes, "_available_bytes", lambda: 2048.0 * GIB)
+    monkeypatch.setattr(glmjax.pool_sizes, "available_bytes", lambda: 2048.0 * GIB)
 
 
 @given(
@@ -36,7 +38,8 @@ def test_the_pool_is_as_large_as_memory_allows_and_sequences_need(
     options = engine_options(
         kv_cache_gib=gib, max_num_seqs=max_num_seqs, block_size=block_size, kv_cache_dtype=cache_dtype
     )
-    blocks = device_blocks(CONFIG, options, max_model_len)
+    budget = device_budget(options, jax.devices()[:1])
+    blocks = device_blocks(CONFIG, options, max_model_len, budget)
     enough = max_num_seqs * math.ceil(max_model_len / block_size)
     one = num_bytes(abstract_cache(CONFIG, 0, block_size, cache_dtype))  # the spare block alone
     assert 1 <= blocks <= enough
@@ -46,7 +49,7 @@ def test_the_pool_is_as_large_as_memory_allows_and_sequences_need(
 
 
 def test_num_device_blocks_is_taken_as_told():
-    assert device_blocks(CONFIG, engine_options(num_device_blocks=7, kv_cache_gib=1e-9), 512) == 7
+    assert device_blocks(CONFIG, engine_options(num_device_blocks=7), 512, 1.0) == 7
 
 
 def hisparse(**options):
@@ -69,7 +72,7 @@ def test_a_million_tokens_need_more_and_the_error_says_how_much(large_host):
 
 
 def test_a_pool_of_more_than_95_percent_of_free_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(glmjax.pool_sizes, "_available_bytes", lambda: 50.0 * GIB)
+    monkeypatch.setattr(glmjax.pool_sizes, "available_bytes", lambda: 50.0 * GIB)
     assert pool_sizes(GLM, hisparse(hisparse_host_gib=47))
     with pytest.raises(ConfigError, match=r"host pools of 48\.0 GiB .* are more than 95% of the 50\.0 GiB"):
         pool_sizes(GLM, hisparse(hisparse_host_gib=48))
@@ -102,19 +105,3 @@ def test_plain_offload_is_bounded_by_the_device(large_host):
 def test_dcp_ranks_share_the_pool(large_host):
     sizes = pool_sizes(GLM, hisparse(hisparse_host_gib=48, layout="pcp=8,dcp=8,ep=8"))
     assert (sizes.num_blocks, sizes.block_size) == (15_539 // 8, 512)
-
-
-def test_the_stage_holds_two_of_the_longest_requests_or_one_where_two_are_large(monkeypatch):
-    monkeypatch.setattr(glmjax.pool_sizes, "_available_bytes", lambda: 100 * GIB)
-    options = engine_options()
-    assert stage_blocks(options, 1, 100, 1 << 20) == 200
-    assert stage_blocks(options, 1, 100, 1 << 26) == 128
-    assert stage_blocks(options, 1, 200, 1 << 26) == 200
-    assert stage_blocks(engine_options(connector_stage_gib=1, role="decode"), 1, 100, 1 << 26) == 16
-
-
-@pytest.mark.parametrize(("gib", "dp"), [(1e-6, 1), (10000, 1), (100, 100)])
-def test_a_stage_that_is_too_small_or_too_large_is_refused(gib, dp, monkeypatch):
-    monkeypatch.setattr(glmjax.pool_sizes, "_available_bytes", lambda: 1000 * GIB)
-    with pytest.raises(ConfigError, match=r"set connector_stage_gib"):
-        stage_blocks(engine_options(connector_stage_gib=gib, role="decode"), dp, 100, 1 << 20)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import http.server
 import json
 import socket
 import threading
@@ -220,6 +221,23 @@ def test_a_prefill_engine_that_hangs_is_given_up():
         assert ids_of(house.ask(LONG)) == [expected(LONG, 5)]
         assert time.monotonic() - began < 3.0
         house.all_returned()
+
+
+def test_metrics_of_either_engine_are_read_through_the_front():
+    with House() as house:
+        ids_of(house.ask(LONG, 5))
+        generated = 'vllm:generation_tokens_total{engine="0",model_name="fake"} '
+        of_decode, of_prefill = (house.web.get(path).text for path in ("/metrics", "/metrics/prefill"))
+        assert f"{generated}5.0" in of_decode and f"{generated}1.0" in of_prefill
+        assert "glmjax:front_calls_total" in of_decode and "glmjax:front_calls_total" not in of_prefill
+
+
+def test_without_its_prefill_engine_metrics_go_on():
+    with House(api_keys=["secret"]) as house:
+        house.servers[0].close()
+        answer = house.web.get("/metrics/prefill")
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_unreachable"
+        assert "vllm:num_requests_running" in house.web.get("/metrics").text
 
 
 def test_without_its_decode_engine_calls_fail():
@@ -473,6 +491,77 @@ def test_an_offer_is_not_made_in_a_stream(house):
     body = {"prompt": LONG, "max_tokens": 1, "stream": True, "kv_transfer_params": {"do_remote_decode": True}}
     answer = httpx.post(house.servers[0].url + "/v1/completions", json=body, timeout=30)
     assert answer.status_code == 400 and "stream=false" in answer.json()["error"]["message"]
+
+
+def withdrawn(house, params):
+    answer = httpx.post(house.servers[0].url + "/v1/kv_transfer/withdraw", json={"kv_transfer_params": params})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["withdrawn"]
+
+
+def test_an_offer_can_be_withdrawn_once():
+    with House(prefill={"settings": {"lease_seconds": 60.0}}) as house:
+        params = offered(house, LONG)
+        assert [withdrawn(house, params) for _ in range(2)] == [True, False]
+        house.all_returned()
+        assert ids_of(decoded(house, LONG, params)) == [expected(LONG, 4)]
+        assert house.decode.stats()["kv_transfer_recomputed"] == 1
+
+
+@pytest.mark.parametrize("params", [None, {"do_remote_decode": True}])
+def test_what_is_no_offer_withdraws_nothing(house, params):
+    assert withdrawn(house, params) is False
+
+
+@contextlib.contextmanager
+def lost_decode_engine(*, hangs):
+    """It says that it lacks the whole of a prompt, and never answers the call itself, or hangs up on it."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            if self.path.endswith("/uncached_tokens"):
+                counts = {"prompt_tokens": [len(LONG)], "uncached_tokens": [len(LONG)], "data_parallel_rank": [0]}
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps(counts).encode())
+            elif hangs:
+                over.wait(30)
+
+        def log_message(self, *_):
+            pass
+
+    over = threading.Event()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        over.set()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_offer_that_reaches_nobody_is_given_up_at_once(hangs, stream):
+    with (
+        House(prefill={"settings": {"lease_seconds": 60.0}}) as house,
+        lost_decode_engine(hangs=hangs) as lost,
+        front_of(house.servers[0].url, lost, min_prefill_tokens=8) as front,
+    ):
+        body = {"prompt": LONG, "stream": stream}
+        if hangs:
+            with pytest.raises(httpx.TimeoutException):
+                httpx.post(front.url + "/v1/completions", json=body, timeout=0.7)
+        else:
+            assert httpx.post(front.url + "/v1/completions", json=body, timeout=30).status_code == 503
+        house.all_returned(seconds=3)
+        stats = house.prefill.stats()
+        assert (stats["kv_transfer_leases_failed"], stats["kv_transfer_leases_offered"]) == (1, 1)
+
+
+def test_engines_and_front_say_what_they_are(house):
+    servers = [*house.servers, house.front]
+    said = [httpx.get(server.url + "/version").json()["role"] for server in servers]
+    assert said == ["prefill", "decode", "front"]
 
 
 def test_an_engine_without_a_role_takes_no_params():

@@ -22,7 +22,7 @@ from glmjax.serving.clock import Clock
 from glmjax.serving.data_parallel import DataParallelScheduler
 from glmjax.serving.disaggregated import DisaggregatedEngine
 from glmjax.serving.engine import Engine
-from glmjax.serving.exchange import Exchange
+from glmjax.serving.exchange import DeviceExchange, HostExchange
 from glmjax.serving.handoff import Collector, Handoff
 from glmjax.serving.runner import ProgramRunner
 from glmjax.serving.scheduler import Scheduler
@@ -38,16 +38,16 @@ from glmjax.tiers import Offload
 STAGE = 48
 
 
-def make_engine(num_drafts, layout, name, hub, connector="local"):
+def make_engine(num_drafts, layout, name, hub, make_exchange):
     programs = make_programs(num_drafts, layout, rows=4)
     where = programs.layout
-    exchange = Exchange(programs, lambda block_bytes: STAGE)
+    exchange = make_exchange(programs, STAGE)
     info = describe(
         CONFIG,
         exchange.memory,
         KVSharding(where.dcp, where.interleave, BLOCK),
         engine_id=name,
-        connector=connector,
+        connector="local",
         kv_cache_dtype="float32",
         speculation=num_drafts > 0,
         dp=where.dp,
@@ -69,15 +69,21 @@ def make_engine(num_drafts, layout, name, hub, connector="local"):
 
 
 @pytest.mark.parametrize(
-    ("num_drafts", "prefill", "decode"),
-    [(0, "dp=1", "dp=1"), (3, "pcp=2,dcp=2", "dp=2,ep=2"), (0, "tp=2,dcp=2,interleave=4", "pcp=2,dcp=2")],
+    ("num_drafts", "prefill", "decode", "exchange"),
+    [
+        (0, "dp=1", "dp=1", DeviceExchange),
+        (3, "pcp=2,dcp=2", "dp=2,ep=2", DeviceExchange),
+        (3, "dp=1", "tp=2", DeviceExchange),  # two devices have the same rows
+        (0, "tp=2,dcp=2,interleave=4", "pcp=2,dcp=2", HostExchange),
+    ],
 )
-def test_tokens_are_those_of_one_engine(num_drafts, prefill, decode):
+def test_tokens_are_those_of_one_engine(num_drafts, prefill, decode, exchange):
     prompts = drafting_model.prompts(8, 60, seed=2)
     prompts += [[*prompts[0][:30], 5, 6, 7]]  # a prefix that both sides know by then
     hub = {}
     pair = DisaggregatedEngine(
-        make_engine(num_drafts, prefill, "prefill", hub), make_engine(num_drafts, decode, "decode", hub)
+        make_engine(num_drafts, prefill, "prefill", hub, exchange),
+        make_engine(num_drafts, decode, "decode", hub, exchange),
     )
     expected = answers(drafting_model.engine(0, rows=4), prompts, greedy(14))
     handles = [pair.submit(prompt, greedy(14)) for prompt in prompts[:-1]]

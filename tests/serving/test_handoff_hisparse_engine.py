@@ -10,7 +10,7 @@ from hisparse_engine import PAGE, PAGES, K, LitteredRunner, check_returned, gree
 
 from glmjax.serving.clock import Clock
 from glmjax.serving.disaggregated import DisaggregatedEngine
-from glmjax.serving.exchange import Exchange
+from glmjax.serving.exchange import DeviceExchange, HostExchange
 from glmjax.serving.handoff import Collector, Handoff
 from glmjax.serving.runner import ProgramRunner
 from glmjax.serving.transfer.factory import make_connector
@@ -27,22 +27,22 @@ def expected():
 
 
 @functools.cache
-def exchange(programs):
-    return Exchange(programs, lambda block_bytes: STAGE)
+def exchange(programs, kind):
+    return kind(programs, STAGE)
 
 
 class Receiver(LitteredRunner):
-    def __init__(self, programs):
+    def __init__(self, programs, kind):
         super().__init__(programs)
-        self._exchange = exchange(programs)
+        self._exchange = exchange(programs, kind)
 
 
-def hand_over(engine, programs, name, hub, *, inline):
+def hand_over(engine, programs, name, hub, kind, *, inline):
     """Makes an engine known to others."""
-    where, num_drafts = programs.layout, programs.speculation.num_drafts
+    where, num_drafts, rows = programs.layout, programs.speculation.num_drafts, exchange(programs, kind).memory
     info = describe(
         CONFIG,
-        exchange(programs).memory,
+        rows,
         KVSharding(where.dcp, where.interleave, PAGE),
         engine_id=name,
         connector="local",
@@ -50,26 +50,25 @@ def hand_over(engine, programs, name, hub, *, inline):
         speculation=num_drafts > 0,
         dp=where.dp,
     )
-    collector = Collector(
-        make_connector(info, exchange(programs).memory, Clock(), Settings(inline=inline), hub), where.dp
-    )
+    collector = Collector(make_connector(info, rows, Clock(), Settings(inline=inline), hub), where.dp)
     for group, scheduler in enumerate(engine.scheduler.ranks):
         scheduler.handoff = Handoff(collector, STAGE, PAGE * where.dcp, group)
     return engine
 
 
-def pair(num_drafts, prefill="dp=1", decode="dp=1", *, inline=True, **limits):
+def pair(num_drafts, prefill="dp=1", decode="dp=1", *, inline=True, kind=DeviceExchange, **limits):
     """A plain engine and one with HiSparse; ``limits`` of the second's scheduler."""
     hub = {}
     if prefill == "dp=1":
         plain = hisparse_engine.plain_programs(num_drafts)
     else:
         plain = drafting_model.make_programs(num_drafts, prefill, rows=4)
-    first = drafting_model.make_engine(ProgramRunner(plain, exchange(plain)), plain)
+    first = drafting_model.make_engine(ProgramRunner(plain, exchange(plain, kind)), plain)
     tiered = hisparse_engine.programs(num_drafts, decode)
-    second = drafting_model.make_engine(Receiver(tiered), tiered, **limits)
+    second = drafting_model.make_engine(Receiver(tiered, kind), tiered, **limits)
     return DisaggregatedEngine(
-        hand_over(first, plain, "prefill", hub, inline=inline), hand_over(second, tiered, "decode", hub, inline=inline)
+        hand_over(first, plain, "prefill", hub, kind, inline=inline),
+        hand_over(second, tiered, "decode", hub, kind, inline=inline),
     )
 
 
@@ -103,11 +102,11 @@ def edges(num_drafts):
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("room", ["roomy", "tight"])
-def test_tokens_are_those_of_one_engine(num_drafts, room, expected):
+@pytest.mark.parametrize(("room", "kind"), [("roomy", DeviceExchange), ("tight", HostExchange)])
+def test_tokens_are_those_of_one_engine(num_drafts, room, kind, expected):
     prompts = [prompt(n, seed=20) for n in edges(num_drafts)]
     pages = PAGES if room == "roomy" else least_pages(num_drafts)
-    both = pair(num_drafts, num_pages=pages)
+    both = pair(num_drafts, kind=kind, num_pages=pages)
     assert answers(both, prompts) == expected(prompts, [NEW] * len(prompts))
     stats = both.stats()
     assert stats["kv_transfer_recomputed"] == 0 and stats["hisparse_cache_misses"] > 0

@@ -12,10 +12,10 @@ from glmjax.errors import ConfigError
 from glmjax.serving.transfer.interface import INDEX, MLA
 from glmjax.serving.transfer.job import Peer
 from glmjax.serving.transfer.memory import Region, check_memory, empty_memory
-from glmjax.serving.transfer.nixl import Link, addresses, reads
+from glmjax.serving.transfer.nixl import HOST, Link, places, reads
 from glmjax.serving.transfer.plan import Side, check_side, copy, plan_transfer
 
-BLOCKS = 40
+BLOCKS = 64  # one token each at least, and the longest range ends at 60
 
 
 @st.composite
@@ -79,8 +79,10 @@ def test_what_nixl_is_asked_to_read_is_the_plan(source, target, first, length, s
     copy(plan, theirs, expected)
 
     slots = [{name: region.slots for name, region in rows.items()} for rows in (theirs, mine)]
-    producer = Peer(source, slots[0], Link("p", addresses(theirs)))
-    into, out_of = reads(plan, producer, addresses(mine), slots[1])
+    here, there = (
+        {name: [copies[0] for copies in each] for name, each in places(rows).items()} for rows in (mine, theirs)
+    )
+    into, out_of = reads(plan, Peer(source, slots[0], Link("p", HOST, there)), here, slots[1])
     assert len(into) == plan.num_copies and int(into[:, 1].sum()) == plan.num_bytes
     assert np.array_equal(into[:, 1:], out_of[:, 1:])
     for (to, size, _), (at, _, _) in zip(into.tolist(), out_of.tolist(), strict=True):

@@ -1,6 +1,7 @@
 """KV moved between two real processes by each transport, and peers that are wrong, slow, stuck or dead."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from transfer_case import clone, content, noise, peer, same, table_for, write
+from transfer_on_devices import on_devices, on_host
 
 from glmjax.serving.clock import Clock
 from glmjax.serving.transfer import job as transfer_job
@@ -37,9 +39,9 @@ WIDE = {"mla_row_bytes": 65536}  # 3 layers: a megabyte for 5 tokens
 class Worker:
     """The process that offers, and what it says."""
 
-    def __init__(self, kind, settings=None, **engine):
+    def __init__(self, kind, settings=None, on_device=False, **engine):
         description = {"engine_id": f"p-{os.urandom(4).hex()}", "connector": kind, **engine}
-        job = {"peer": description, "blocks": BLOCKS, "settings": settings or {}}
+        job = {"peer": description, "blocks": BLOCKS, "settings": settings or {}, "on_device": on_device}
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(WORKER.parents[1])}
         self.info = peer(**description)
         self.process = subprocess.Popen(
@@ -138,6 +140,38 @@ def test_rows_move_between_processes(kind, prefill, decode, piece_bytes):
             assert worker.next("ended") == {"ended": f"r{seed}", "state": "done"}
         last = worker.leave()
         assert (last["held"], last["stats"]["leases_done"], last["stats"]["leases_offered"]) == (0, 5, 5)
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [({"dcp": 4, "interleave": 4}, {}), ({"dcp": 2, "interleave": 1}, {"dp": 2, "dcp": 2})]
+)
+@pytest.mark.parametrize("sides", ["prefill", "decode", "both"])
+def test_nixl_reads_from_devices_and_into_them(prefill, decode, sides):
+    """A CPU's, here: the addresses are those of JAX's arrays."""
+    with pair("nixl", prefill | {"on_device": sides != "decode"}, decode) as (worker, other):
+        info = dataclasses.replace(other.info, engine_id=f"{other.info.engine_id}-too")
+        rows = noise(info, 128, 1)
+        mine = clone(rows) if sides == "prefill" else on_devices(rows, 0, info)
+        connector = make_connector(info, mine, Clock(), other.settings)
+        with contextlib.closing(connector):
+            for seed, (tokens, first) in enumerate([(1, 0), (150, 0), (77, 40)]):
+                offer, into = worker.offer(f"r{seed}", tokens, seed), table_for(info, tokens, 128, seed + 100)
+                fetch = connector.fetch(offer, into, first=first, group=info.dp - 1)
+                assert fetch.wait(WAIT) == "done", fetch.error
+                assert fetch.bytes_moved == (tokens - first) * info.token_bytes
+                write(info, rows, into, content(worker.info, tokens, seed), range(first, tokens), info.dp - 1)
+                assert same(mine if sides == "prefill" else on_host(mine), rows)
+                assert worker.next("ended") == {"ended": f"r{seed}", "state": "done"}
+
+
+@needs_nixl
+def test_nixl_does_not_write_to_one_of_several_copies():
+    info = peer("d", connector="nixl")
+    connector = make_connector(info, on_devices(noise(info, 8, 0), 0, info, copies=2), Clock(), Settings(inline=True))
+    with contextlib.closing(connector), pair("nixl") as (worker, _):
+        fetch = connector.fetch(worker.offer("r", 9, 0), range(3))
+        assert "several devices have the same KV" in str(fetch.error)
 
 
 @pytest.mark.parametrize("kind", TRANSPORTS)
