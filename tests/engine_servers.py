@@ -81,9 +81,14 @@ def expected(prompt_ids, max_tokens):
 
 def main():
     job = json.loads(sys.argv[1])
+    told_port = job.pop("told_port", None)
     engine = make_engine(**job)
+    connector = engine.scheduler.handoff.connector
+    said = {"connector_port": connector.port}
+    if told_port is not None:
+        connector.port = told_port  # offers name something that stands before it
     server = start_server(engine, job["role"])
-    sys.stdout.write(json.dumps({"url": server.url}) + "\n")
+    sys.stdout.write(json.dumps(said | {"url": server.url}) + "\n")
     sys.stdout.flush()
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()

@@ -2,6 +2,9 @@
 
 import concurrent.futures
 import dataclasses
+import io
+import json
+import logging
 import signal
 import subprocess
 import sys
@@ -156,6 +159,45 @@ def test_each_engine_has_its_layout_and_role():
         rebuilt = engine_options(**given)
         assert (rebuilt.layout, rebuilt.role, rebuilt.prefill) == (Layout.parse(layout), role, None)
         assert (rebuilt.num_speculative_tokens, rebuilt.seed) == (3, 4)
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_an_engine_logs_what_who_started_it_does(level, monkeypatch, caplog):
+    class Process:
+        def __init__(self, *_, **__):
+            self.stdin = io.StringIO()
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    caplog.set_level(level, logger="glmjax")
+    engine = EngineProcess({"options": {"role": "prefill"}}, {})
+    assert json.loads(engine.process.stdin.getvalue())["log_level"] == level
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
+def test_lines_of_an_engine_say_whose_they_are(level):
+    code = """
+import logging
+from glmjax import engine_process
+from glmjax.errors import GlmjaxError
+
+def fail(job):
+    for level in (logging.INFO, logging.WARNING):
+        logging.getLogger("glmjax.progress").log(level, "about the model")
+    raise GlmjaxError("enough")
+
+engine_process._serve = fail
+engine_process.main()
+"""
+    job = json.dumps({"options": {"role": "prefill"}, "log_level": level}) + "\n"
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as engine:
+        engine.stdin.write(job)
+        engine.stdin.flush()  # and left open, for it would end with that
+        answer, log = engine.stdout.read(), engine.stderr.read()
+    assert (engine.returncode, json.loads(answer)) == (2, {"error": "enough"})
+    names = ["INFO", "WARNING"] if level == logging.INFO else ["WARNING"]
+    said = [line.split(" ", 2)[2] for line in log.splitlines()]
+    assert said == [f"{name} prefill engine: about the model" for name in names]
 
 
 @pytest.mark.parametrize(
