@@ -299,8 +299,9 @@ class _Front:
             async with asyncio.timeout(self._options.prefill_timeout):
                 response = await self._client.post(pair.prefill + call.path, content=content, headers=call.headers)
         except (TimeoutError, httpx.TransportError) as error:
-            self._resting[pair.prefill] = _now() + REST_SECONDS
             late = isinstance(error, TimeoutError)
+            if late or isinstance(error, (httpx.ConnectError, httpx.TimeoutException)):  # not for one that broke off
+                self._resting[pair.prefill] = _now() + REST_SECONDS
             what = f"no answer after {self._options.prefill_timeout:g} s" if late else f"no connection: {_what(error)}"
             raise _PrefillError(what) from None
         if response.status_code != 200:

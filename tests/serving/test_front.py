@@ -11,6 +11,7 @@ import time
 import httpx
 import pytest
 from engine_servers import TOKENIZER, VOCAB, expected, front_of, make_engine, start_server
+from slow_network import FAIR, Relay, Weather
 
 from glmjax.serving.transfer.params import from_params
 
@@ -269,6 +270,20 @@ def test_a_prefill_engine_that_cannot_be_reached_is_left_alone_for_a_while(monke
         monkeypatch.setattr(httpx.AsyncClient, "post", lambda *a, **k: tried.append(a))
         assert ids_of(house.ask([1, *LONG])) == [expected([1, *LONG], 5)]
         assert not tried
+
+
+def test_a_connection_that_breaks_off_once_says_nothing_of_the_next():
+    with House() as house, contextlib.closing(Relay(seed=0)) as relay:
+        relay.behind = house.servers[0].port
+        with front_of(f"http://127.0.0.1:{relay.port}", house.servers[1].url, min_prefill_tokens=8) as front:
+            for weather in (Weather(breaks=1.0), FAIR):
+                relay.weather = weather
+                body = {"prompt": [relay.broken, *LONG], "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+                answer = httpx.post(f"{front.url}/v1/completions", json=body, timeout=30)
+                assert ids_of(answer) == [expected(body["prompt"], 5)]
+            counts = httpx.get(f"{front.url}/metrics").text
+        assert 'glmjax:front_calls_total{prompt="recomputed"} 1.0' in counts
+        assert 'glmjax:front_calls_total{prompt="prefill"} 1.0' in counts
 
 
 def test_an_error_of_the_prefill_engine_reaches_the_client_where_calls_are_to_fail():
