@@ -6,7 +6,7 @@ Each row is one way to do the same thing at the sizes of the ``small`` peer mode
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,14 +14,15 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from glmjax.kernels import few_rows
 from glmjax.kernels.index_scores import index_scores
 from glmjax.kernels.topk import select_top_k
 
 LAYERS, MATRICES, WIDTH, HIDDEN = 8, 12, 512, 1024  # 201 MB of float32 weights
 
 
-def median_ms(f: Callable[..., Any], *args: Any, runs: int = 15) -> float:
-    compiled = jax.jit(f)
+def median_ms(f: Callable[..., Any], *args: Any, runs: int = 15, options: Mapping[str, bool] | None = None) -> float:
+    compiled = jax.jit(f).lower(*args).compile(None if options is None else dict(options))
     jax.block_until_ready(compiled(*args))
     times = []
     for _ in range(runs):
@@ -70,6 +71,30 @@ def single_row() -> Iterator[tuple[str, str, float]]:
     yield "one row", "x @ w.T", median_ms(transposed, row, matrix)
 
 
+def from_a_stack() -> Iterator[tuple[str, str, float]]:
+    """A few rows times one of eight stacked matrices of 16.8 MB, each turn another one."""
+    stack = jax.random.normal(jax.random.key(8), (LAYERS, 8192, 512))
+
+    def layers(multiply: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        def one(i: jax.Array, total: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+            return total + jax.lax.top_k(multiply(x, w[i]), 1)[0]  # a library call: the loop is left to all cores
+
+        def run(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jax.lax.fori_loop(0, LAYERS, lambda i, total: one(i, total, x, w), jnp.zeros((len(x), 1)))
+
+        return run
+
+    def contracted(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+    any_order = few_rows.COMPILER_OPTIONS
+    for rows in (1, 4):
+        x, what = jax.random.normal(jax.random.key(9), (rows, 512)), f"8 layers of a stack, {rows} rows"
+        yield what, "last axes contracted", median_ms(layers(contracted), x, stack)
+        yield what, "a reduction for each row", median_ms(layers(few_rows.multiply), x, stack)
+        yield what, "the same, sums in any order", median_ms(layers(few_rows.multiply), x, stack, options=any_order)
+
+
 def top_k() -> Iterator[tuple[str, str, float]]:
     """The 256 largest of 2304 scores a row."""
     for rows in (1, 16, 128):
@@ -98,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
-    rows = [row for group in (weights, single_row, top_k, scores) for row in group()]
+    rows = [row for group in (weights, single_row, from_a_stack, top_k, scores) for row in group()]
     if args.json:
         print(json.dumps([{"what": w, "how": h, "ms": round(ms, 3)} for w, h, ms in rows], indent=1))
         return

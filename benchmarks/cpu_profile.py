@@ -31,7 +31,7 @@ KINDS = (
     ("", r"^(while|cond|call)\b"),
     ("layers' weights copied out of their stacks", r"dynamic-slice"),
     ("KV rows and index keys gathered", r"gather"),
-    ("matrix products", r"^(ynn_fusion|dot|.*_dot_)"),
+    ("matrix products", r"^(ynn_fusion|dot|.*_dot_|(slice|multiply)_reduce_fusion)"),
     ("top-k and sorts", r"^(custom-call|sort)"),
     ("all else: norms, rotation, softmax, masks", r"^[a-z-]+(_[a-z-]+)*(\.|$)"),
 )

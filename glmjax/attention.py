@@ -14,7 +14,7 @@ from glmjax.gathered import KV, Ahead, gather_beside, gathered_slots
 from glmjax.hisparse import Incoming, bring_in
 from glmjax.kernels.sparse_mla import sparse_mla_from_pool
 from glmjax.kernels.topk import compact
-from glmjax.layers import apply_rope, linear, precision_of, rms_norm
+from glmjax.layers import apply_rope, linear, linear_by_head, precision_of, rms_norm
 from glmjax.params import AttentionParams
 from glmjax.sharding.merge import merge_attention, shard_weight, weigh
 from glmjax.share import Share
@@ -138,7 +138,7 @@ def attend(
         )
         if share.kv == "query_gather":
             out = _merge(share, out, lse)
-        return jnp.einsum("thc,hvc->thv", out, weights.value_up, precision=precision_of(out))
+        return linear_by_head(out, weights.value_up)
 
     values, after = gather_beside(look_up, kv, ahead, share)
     projected = linear(values.reshape(-1, heads * config.v_head_dim), weights.output)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from glmjax.kernels import block_fp8
+from glmjax.kernels import block_fp8, few_rows
 from glmjax.kernels.block_fp8 import take
 from glmjax.kernels.block_fp8_matmul import block_fp8_matmul
 from glmjax.params import QUANT_BLOCK, QuantizedWeight, Weight
@@ -43,10 +43,14 @@ def linear(x: jax.Array, weight: Weight, out_dtype: DTypeLike | None = None) -> 
     """x Wᵀ: [..., in] times [out, in] -> [..., out], accumulated in float32; in x's dtype unless told otherwise."""
     if isinstance(weight, QuantizedWeight) and out_dtype is None:
         return block_fp8_matmul(x, weight.values, weight.scale, weight.layer)
-    w = as_array(weight, x.dtype)
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    out = jax.lax.dot_general(x, w, dims, precision=precision_of(x), preferred_element_type=jnp.float32)
-    return out.astype(out_dtype or x.dtype)
+    return block_fp8.matmul(x, as_array(weight, x.dtype), out_dtype)
+
+
+def linear_by_head(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Each head's x Wᵀ: [T, H, in] times [H, out, in] -> [T, H, out]."""
+    if few_rows.suits(x.shape[0], x.shape[-1]):
+        return few_rows.multiply(x, weight).astype(x.dtype)
+    return jnp.einsum("thi,hoi->tho", x, weight, precision=precision_of(x))
 
 
 def precision_of(x: jax.Array) -> str | None:

@@ -19,6 +19,7 @@ from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.handoff import BlockCopies
 from glmjax.host_pool import abstract_host_pool, address_sharding, addresses, make_host_pool
+from glmjax.kernels import few_rows
 from glmjax.model import group_runs
 from glmjax.params import Params, QuantizedWeight, fp8_as_bytes
 from glmjax.sharding import aot, cp
@@ -159,7 +160,7 @@ class Programs:
             "offload": offload,
         }
         self.offload = offload
-        self._compiler_options = None if on_cpu else dict(aot.OPTIONS)
+        self._compiler_options: dict[str, Any] = dict(few_rows.COMPILER_OPTIONS if on_cpu else aot.OPTIONS)
         self.speculation = speculation
         if speculation.num_drafts and params.mtp is None:
             why = "they were loaded without it" if config.num_nextn_predict_layers else "this model has none"

@@ -3,9 +3,13 @@
 The format of spec/model.md 3.2, as jnp functions that XLA fuses into their neighbours.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from glmjax.kernels import few_rows
 
 BLOCK = 128
 FP8_MAX = 448.0  # largest float8_e4m3fn
@@ -46,12 +50,26 @@ def take(x: jax.Array, *index: jax.Array | int) -> jax.Array:
     return as_fp8(jax.lax.bitcast_convert_type(x, jnp.uint8)[index])
 
 
-def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x Wᵀ: [..., K] times [R, K] -> [..., R] in x's dtype, accumulated in float32.
+def weight_dtype(x: jax.Array) -> jnp.dtype:
+    """What to dequantise a weight to for ``matmul`` with x [..., K].
+
+    It is x's dtype, but float32 for a few rows: these are multiplied as the weight is dequantised, in one loop, and to
+    round in it takes longer than all the rest.
+    """
+    *lead, K = x.shape
+    return jnp.dtype(jnp.float32) if few_rows.suits(math.prod(lead), K) else x.dtype
+
+
+def matmul(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:
+    """x Wᵀ: [..., K] times [R, K] -> [..., R] in x's dtype unless told otherwise, accumulated in float32.
 
     float32 products are float32 products, on GPUs too, where XLA would take TF32.
     """
-    precision = "highest" if x.dtype == jnp.float32 else None
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
-    out = jax.lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
-    return out.astype(x.dtype)
+    *lead, K = x.shape
+    if few_rows.suits(math.prod(lead), K):
+        out = few_rows.multiply(x.reshape(-1, K), weight).reshape(*lead, -1)
+    else:
+        precision = "highest" if x.dtype == jnp.float32 else None
+        dims = (((x.ndim - 1,), (1,)), ((), ()))
+        out = jax.lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
+    return out.astype(out_dtype or x.dtype)

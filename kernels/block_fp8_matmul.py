@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from glmjax.kernels.block_fp8 import dequantize, matmul, take
+from glmjax.kernels.block_fp8 import dequantize, matmul, take, weight_dtype
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.grouped_matmul import obstacle
 
@@ -43,4 +43,4 @@ def block_fp8_matmul(
         return out.reshape(*lead, -1)
     if layer is not None:
         values, scale = take(values, layer), scale[layer]
-    return matmul(x, dequantize(values, scale, x.dtype))
+    return matmul(x, dequantize(values, scale, weight_dtype(x)))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from glmjax.kernels.block_fp8 import BLOCK, dequantize, matmul, take
+from glmjax.kernels.block_fp8 import BLOCK, dequantize, matmul, take, weight_dtype
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.grouped_schedule import group_by_expert, tile_rows
 
@@ -72,14 +72,17 @@ def grouped_swiglu(
             expected_pairs=expected_pairs,
         )
 
-    def weight(expert: jax.Array, values: jax.Array, scale: jax.Array | None) -> jax.Array:
-        values = take(values, layer, expert)
-        return values.astype(x.dtype) if scale is None else dequantize(values, scale[layer, expert], x.dtype)
+    def multiply(rows: jax.Array, expert: jax.Array, values: jax.Array, scale: jax.Array | None) -> jax.Array:
+        weight = take(values, layer, expert)
+        if scale is None:
+            weight = weight.astype(x.dtype)
+        else:
+            weight = dequantize(weight, scale[layer, expert], weight_dtype(rows))
+        return matmul(rows, weight.reshape(-1, rows.shape[1]))
 
     def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
-        hidden = matmul(rows, weight(expert, gate_up, gate_up_scale).reshape(-1, x.shape[1]))
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        return matmul(jax.nn.silu(gate) * up, weight(expert, down, down_scale))
+        gate, up = jnp.split(multiply(rows, expert, gate_up, gate_up_scale), 2, axis=-1)
+        return multiply(jax.nn.silu(gate) * up, expert, down, down_scale)
 
     out = grouped_apply(x, expert_ids, gate_up.shape[1], apply)
     if pair_weights is None:

@@ -11,6 +11,8 @@ import numpy as np
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.index_limits import FP8, KEY_BLOCK, key_obstacle
 
+CHUNK = 4096  # keys scored at once by the jnp form, over all requests: no [context, heads] array is made
+
 
 def index_scores(
     query: jax.Array,
@@ -102,8 +104,19 @@ def paged_index_scores(
         return index_scores_hopper(query, head_weights, keys, scale, blocks, visible)
     if query.dtype == FP8:
         query = query.astype(jnp.float32)
-    positions = jnp.arange(tables.shape[1] * block_size, dtype=jnp.int32)
-    return index_scores(query, head_weights, *read_blocks(keys, scale, blocks, block_size), visible - 1, positions)
+    R, n = blocks.shape
+    at_once = max(1, min(n, CHUNK // (R * block_size)))
+    chunks, size = -(-n // at_once), at_once * block_size
+    blocks = jnp.pad(blocks, ((0, 0), (0, chunks * at_once - n)))
+
+    def add(i: jax.Array, scores: jax.Array) -> jax.Array:
+        here = jax.lax.dynamic_slice_in_dim(blocks, i * at_once, at_once, axis=1)
+        positions = i * size + jnp.arange(size, dtype=jnp.int32)
+        part = index_scores(query, head_weights, *read_blocks(keys, scale, here, block_size), visible - 1, positions)
+        return jax.lax.dynamic_update_slice_in_dim(scores, part, i * size, axis=2)
+
+    scores = jax.lax.empty((R, query.shape[1], chunks * size), jnp.float32)
+    return jax.lax.fori_loop(0, chunks, add, scores)[..., : n * block_size]
 
 
 def contiguous_tables(requests: int, keys: int, block_size: int = KEY_BLOCK) -> jax.Array:

@@ -1,8 +1,9 @@
 """The lightning indexer as one operation: each query's keys of the highest score, without the scores' matrix.
 
 On a Hopper GPU one kernel scores and selects (``index_topk_triton``). The jnp form, ``scan_context``, walks over tiles
-of queries and, for each, over chunks of the context with a running selection: memory does not grow with the context,
-and work follows the longest request of the batch, not the width of its block table.
+of queries and, for each, over chunks of the context with a running selection, which takes a few chunks' scores at once,
+for it costs about as much for four chunks as for one: memory does not grow with the context, and work follows the
+longest request of the batch, not the width of its block table.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from glmjax.kernels.topk import in_order, merge_top_k
 
 CONTEXT_CHUNK = 2048  # keys of a chunk at most
 CHUNK_KEYS = 16384  # keys of a chunk at most, over all requests
-TILE_SCORES = 1 << 18  # scores held at once: 1 MiB
+TILE_SCORES = 1 << 18  # scores of a chunk: 1 MiB
+RUN = 4  # chunks that are scored before their best are selected
 
 Keys = tuple[jax.Array, jax.Array | None, jax.Array]  # [R, C, d], scales [R, C] or None, positions [C]
 Best = tuple[jax.Array, jax.Array]  # scores float32 and positions int32, [R, q, K]
@@ -156,13 +158,21 @@ def _select_tile(
         seen = every <= positions[..., None]
         return jnp.where(seen, 0.0, -jnp.inf), jnp.where(seen, every, -1)
 
+    chunks = (source.count(context) + source.chunk - 1) // source.chunk
+    held = RUN * source.chunk
+
     def best(_: None) -> Best:
-        def add(i: jax.Array, carry: Best) -> Best:
-            keys, scale, places = source.read(i)
-            scores = index_scores(query, weights, keys, scale, positions, places)
-            return merge_top_k(*carry, scores, places)
+        def add(run: jax.Array, carry: Best) -> Best:
+            def score(i: jax.Array, scores: jax.Array) -> jax.Array:
+                keys, scale, places = source.read(run * RUN + i)
+                part = index_scores(query, weights, keys, scale, positions, places)
+                return jax.lax.dynamic_update_slice_in_dim(scores, part, i * source.chunk, axis=2)
+
+            none = jnp.full((R, q, held), -jnp.inf)
+            scores = jax.lax.fori_loop(0, jnp.minimum(RUN, chunks - run * RUN), score, none)
+            return merge_top_k(*carry, scores, source.position(run * held + jnp.arange(held, dtype=jnp.int32)))
 
         start = (jnp.full((R, q, k), -jnp.inf), jnp.full((R, q, k), -1, jnp.int32))
-        return jax.lax.fori_loop(0, (source.count(context) + source.chunk - 1) // source.chunk, add, start)
+        return jax.lax.fori_loop(0, (chunks + RUN - 1) // RUN, add, start)
 
     return best(None) if scored else jax.lax.cond(context <= k, everything, best, None)

@@ -8,6 +8,10 @@ tile has one scale, so programs share nothing; threads load 16 bytes, and a row'
                 |                                        |        |
            fp8 to latent[layer, slot], scale beside      bf16     fp8 to index_key[indexer, slot], scale beside
 
+The tokens of a prefill come in two steps, by asynchronous copies: those of the second are under way while the first are
+quantised. For a decode step's few tokens a part is cut into pieces, so that there is work for every multiprocessor.
+Each piece's program looks at the whole tile for the scale, which is read from memory once, and writes its own columns.
+
 It is Triton and not Mosaic GPU because every row goes to an address of its own, by a few bytes: there is nothing for
 bulk copies to do.
 """
@@ -27,9 +31,12 @@ from jax.typing import DTypeLike
 
 from glmjax.kernels.kv_rows import FLOOR, FP8_MAX, INDEX_FIELDS, LATENT_TILE, MLA_FIELDS, Arrays
 from glmjax.kernels.report_case import Case
+from glmjax.kernels.roofline import MULTIPROCESSORS
 from glmjax.kernels.triton_call import triton_call
 
 Shapes = Mapping[str, jax.Array | jax.ShapeDtypeStruct]
+
+MOST_PIECES = 4  # of a tile: 32 bytes of fp8, the least that memory writes
 
 _FLOOR = tl.constexpr(FLOOR)
 _FP8_MAX = tl.constexpr(FP8_MAX)
@@ -37,15 +44,26 @@ _FP8_MAX = tl.constexpr(FP8_MAX)
 
 @dataclass(frozen=True)
 class Tuning:
-    """Tokens and warps of a program."""
+    """How the work is cut.
+
+    Attributes:
+      tokens, num_warps: of a program.
+      steps: in which a program takes its tokens.
+      pieces: programs that share a part of a token's row.
+    """
 
     tokens: int
     num_warps: int
+    steps: int = 1
+    pieces: int = 1
 
     @classmethod
-    def for_tokens(cls, num_tokens: int) -> "Tuning":
+    def for_tokens(cls, num_tokens: int, parts: int) -> "Tuning":
+        if num_tokens > 512:
+            return cls(16, 4, steps=2)
         # A warp to a tile while that does not make more programs than an H200 holds at once.
-        return cls(1, 1) if num_tokens <= 512 else cls(16, 4)
+        wanted = triton.cdiv(MULTIPROCESSORS, num_tokens * parts)
+        return cls(1, 1, pieces=min(triton.next_power_of_2(wanted), MOST_PIECES))
 
 
 def kv_insert(
@@ -62,20 +80,22 @@ def kv_insert(
     first = len(operands) - len(names)
     in_place = {first + names.index(name): i for i, name in enumerate(pools)}
     num_tokens = slots.shape[0]
-    tuning = Tuning.for_tokens(num_tokens)
     latent, rope, index = (pools[name].shape[2] if name in pools else 0 for name in ("latent", "rope", "index_key"))
     parts = latent // LATENT_TILE + (rope > 0) + (index > 0)
+    tuning = Tuning.for_tokens(num_tokens, parts)
     written = triton_call(
         *operands,
         num_tokens,
         next(iter(pools.values())).shape[1],
         kernel=insert_kernel,
         results=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools.values()],
-        grid=(triton.cdiv(num_tokens, tuning.tokens), parts),
+        grid=(triton.cdiv(num_tokens, tuning.tokens), parts, tuning.pieces),
         in_place=in_place,
         num_warps=tuning.num_warps,
         num_bytes=num_bytes(rows, pools, num_tokens),
         TOKENS=tuning.tokens,
+        STEPS=tuning.steps,
+        PIECES=tuning.pieces,
         TILES=latent // LATENT_TILE,
         TILE=LATENT_TILE,
         ROPE=rope,
@@ -102,80 +122,77 @@ def insert_kernel(
     num_tokens,
     num_slots,
     TOKENS: tl.constexpr,
+    STEPS: tl.constexpr,
+    PIECES: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     ROPE: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    real = token < num_tokens
-    slot = tl.load(slots + token, mask=real, other=-1)
+    """Grid (tokens / TOKENS, parts of a row, PIECES)."""
     part = tl.program_id(1)
     if TILES > 0:
-        row = tl.load(layer).to(tl.int64) * num_slots + slot
+        first_row = tl.load(layer).to(tl.int64) * num_slots
         if part < TILES:
             _write(
-                token,
-                real,
-                row,
-                slot >= 0,
-                part,
-                latent,
-                latent_scale,
-                latent_pool,
-                latent_scale_pool,
-                TILES,
-                TILE,
-                True,
-            )
+                slots, num_tokens, first_row, part, latent, latent_scale, latent_pool, latent_scale_pool,
+                TOKENS, STEPS, PIECES, TILES, TILE, True,
+            )  # fmt: skip
         if part == TILES:
-            _write(token, real, row, slot >= 0, 0, rope, None, rope_pool, None, 1, ROPE, True)
+            _write(
+                slots, num_tokens, first_row, 0, rope, None, rope_pool, None,
+                TOKENS, STEPS, PIECES, 1, ROPE, True,
+            )  # fmt: skip
     if INDEX > 0:
-        row = tl.load(indexer).to(tl.int64) * num_slots + slot
+        first_row = tl.load(indexer).to(tl.int64) * num_slots
         if part == tl.num_programs(1) - 1:
             _write(
-                token,
-                real,
-                row,
-                slot >= 0,
-                0,
-                index_key,
-                index_scale,
-                index_key_pool,
-                index_scale_pool,
-                1,
-                INDEX,
-                False,
-            )
+                slots, num_tokens, first_row, 0, index_key, index_scale, index_key_pool, index_scale_pool,
+                TOKENS, STEPS, PIECES, 1, INDEX, False,
+            )  # fmt: skip
 
 
 @triton.jit
 def _write(
-    token,
-    real,
-    row,
-    keep,
+    slots,
+    num_tokens,
+    first_row,  # of the layer's slots
     part,
     source,
     source_scale,
     pool,
     pool_scale,
+    TOKENS: tl.constexpr,
+    STEPS: tl.constexpr,
+    PIECES: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
     LATENT: tl.constexpr,
 ):
     """Columns part * WIDTH ... of the tokens' rows to those of the pool, with their scale where the pool has one."""
-    column = part * WIDTH + tl.arange(0, WIDTH)
-    # Rows to drop are loaded too: else the load would wait for that of the slots.
-    values = tl.load(source + token.to(tl.int64)[:, None] * (PARTS * WIDTH) + column[None, :], mask=real[:, None])
-    if pool_scale is not None:
-        if source_scale is None:
-            values, scale = _quantize(values, LATENT)
-        else:
-            scale = tl.load(source_scale + token * PARTS + part, mask=real)
-        tl.store(pool_scale + row * PARTS + part, scale, mask=keep)
-    at = row[:, None] * (PARTS * WIDTH) + column[None, :]
-    tl.store(pool + at, values.to(pool.dtype.element_ty), mask=keep[:, None])
+    i = tl.arange(0, WIDTH)
+    column = part * WIDTH + i
+    piece = tl.program_id(2)
+    SPAN: tl.constexpr = WIDTH // PIECES if WIDTH > PIECES else 1
+    mine = i // SPAN == piece
+    first = tl.program_id(0) * TOKENS
+    STEP: tl.constexpr = TOKENS // STEPS
+    for start in tl.range(first, first + TOKENS, STEP, num_stages=STEPS + 1):
+        token = start + tl.arange(0, STEP)
+        real = token < num_tokens
+        slot = tl.load(slots + token, mask=real, other=-1)
+        row, keep = first_row + slot, slot >= 0
+        # Rows to drop are loaded too: else the load would wait for that of the slots.
+        values = tl.load(source + token.to(tl.int64)[:, None] * (PARTS * WIDTH) + column[None, :], mask=real[:, None])
+        if pool_scale is not None:
+            if source_scale is None:
+                values, scale = _quantize(values, LATENT)
+            else:
+                scale = tl.load(source_scale + token * PARTS + part, mask=real)
+            if piece == 0:
+                tl.store(pool_scale + row * PARTS + part, scale, mask=keep)
+        at = row[:, None] * (PARTS * WIDTH) + column[None, :]
+        tl.store(pool + at, values.to(pool.dtype.element_ty), mask=keep[:, None] & mine[None, :])
 
 
 @triton.jit
@@ -247,6 +264,7 @@ def _case(shape: str, tokens: int, dtype: str, slots: int = 1 << 18) -> Case:
         bytes=num_bytes(rows, pools, tokens),
         flops=0,
         arithmetic="float32",
+        stages=Tuning.for_tokens(tokens, parts=6).steps,
         donate=tuple(range(len(names))),
         limits={len(arguments) - 3: slots, len(arguments) - 2: 79, len(arguments) - 1: 22},
     )

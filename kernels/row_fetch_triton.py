@@ -1,8 +1,9 @@
 """row_fetch for Hopper, in Triton: 16 bytes to a thread, twice, and as many rows to a program as that makes.
 
-The words of a row are numbered through all its fields. A program loads its rows at once, each word from the field that
-it belongs to, and stores them likewise: every load is under way before the first store, which is what counts where the
-source is host memory, a microsecond or two away. That memory is read in place, by address (zero copy).
+The words of a row are numbered through all its fields. A program loads its rows in two halves, each word from the field
+that it belongs to, and stores them likewise. The loads are asynchronous copies to shared memory, of which both halves'
+are under way before the first store: that is what counts where the source is host memory, a microsecond or two away.
+That memory is read in place, by address (zero copy).
 
 It is Triton and not Mosaic GPU because rows are small and stand anywhere: bulk copies of a row at a time would go
 through shared memory, and take rows of multiples of 16 bytes only.
@@ -25,6 +26,7 @@ from glmjax.kernels.triton_call import triton_call
 
 NUM_WARPS = 4
 PROGRAM_WORDS = 2 * 4 * 32 * NUM_WARPS  # two loads of 16 bytes a thread
+HALVES = 2
 
 
 def row_fetch(
@@ -56,6 +58,8 @@ def row_fetch(
         num_bytes=num_bytes(num_rows, WORD * width),
         ROWS=rows,
         WORDS=words,
+        HALF=max(1, words // HALVES),
+        STAGES=HALVES + 1,  # both halves, and none in use
         **_numbered("SOURCE", source_words),
         **_numbered("TARGET", _words(targets)),
         HOST=isinstance(sources, HostRows),
@@ -76,6 +80,8 @@ def copy_kernel(
     num_rows,
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,  # of a row, or of the part of a large one that a program copies
+    HALF: tl.constexpr,  # of them at once
+    STAGES: tl.constexpr,
     SOURCE0: tl.constexpr,  # words of the fields, 0 for those that are not there
     SOURCE1: tl.constexpr,
     SOURCE2: tl.constexpr,
@@ -88,22 +94,22 @@ def copy_kernel(
     source = tl.load(source_rows + at, mask=at < num_rows, other=-1).to(tl.int64)[:, None]
     target = tl.load(target_rows + at, mask=at < num_rows, other=-1).to(tl.int64)[:, None]
     keep = (source >= 0) & (target >= 0)
-    word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)[None, :]
     if HOST:
         address = tl.load(source0).to(tl.uint64) | (tl.load(source0 + 1).to(tl.uint64) << 32)
-        pool = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
-        data = _load(pool, source, word, keep, 0, SOURCE0)
-    else:
+        source0 = tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
+    first = tl.program_id(1) * WORDS
+    for start in tl.range(first, first + WORDS, HALF, num_stages=STAGES):
+        word = start + tl.arange(0, HALF)[None, :]
         data = _load(source0, source, word, keep, 0, SOURCE0)
-    if SOURCE1 > 0:  # words outside a field load as 0
-        data |= _load(source1, source, word, keep, SOURCE0, SOURCE1)
-    if SOURCE2 > 0:
-        data |= _load(source2, source, word, keep, SOURCE0 + SOURCE1, SOURCE2)
-    _store(target0, target, word, keep, data, 0, TARGET0)
-    if TARGET1 > 0:
-        _store(target1, target, word, keep, data, TARGET0, TARGET1)
-    if TARGET2 > 0:
-        _store(target2, target, word, keep, data, TARGET0 + TARGET1, TARGET2)
+        if SOURCE1 > 0:  # words outside a field load as 0
+            data |= _load(source1, source, word, keep, SOURCE0, SOURCE1)
+        if SOURCE2 > 0:
+            data |= _load(source2, source, word, keep, SOURCE0 + SOURCE1, SOURCE2)
+        _store(target0, target, word, keep, data, 0, TARGET0)
+        if TARGET1 > 0:
+            _store(target1, target, word, keep, data, TARGET0, TARGET1)
+        if TARGET2 > 0:
+            _store(target2, target, word, keep, data, TARGET0 + TARGET1, TARGET2)
 
 
 @triton.jit
@@ -186,6 +192,7 @@ def _case(form: _Format, way: str, rows: int, slots: int = 1 << 18) -> Case:
         bytes=num_bytes(rows, size) - (rows * size if way == "host" else 0),
         flops=0,
         arithmetic="float32",
+        stages=HALVES,
         host_bytes=rows * size if way == "host" else 0,
         donate=tuple(range(len(fields))) if way == "host" else (0,),
         limits={len(arguments) - 2: slots, len(arguments) - 1: slots},

@@ -1,8 +1,8 @@
 """Exact, deterministic top-k of index scores: ties go to the lowest position, missing entries are -1.
 
 The jnp form keeps a running selection while the context streams by in chunks, so no [tokens, context] array is ever
-held.  With many rows it finds the k-th largest score by bisecting the bits of the floats and then compacts, all of it
-vectorised over rows; XLA's own top-k sorts each row on one core (spec/jax.md section 2).
+held.  Beyond a few short rows it finds the k-th largest score by bisecting the bits of the floats and then compacts,
+all of it vectorised over rows; XLA's own top-k sorts each row on one core (spec/jax.md section 2).
 """
 
 import jax
@@ -12,7 +12,9 @@ import numpy as np
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.index_limits import row_obstacle
 
-SORT_ROWS = 8  # up to here jax.lax.top_k is faster
+SORT_ROWS, SORT_SIZE = 8, 8192  # up to here, in both, jax.lax.top_k is faster
+CHUNK = 8192  # scores of a row that are added to a selection at once, at most
+GROUP = 16  # words of 32 entries that are counted together
 
 
 def top_k(
@@ -37,12 +39,20 @@ def top_k(
 
         return top_k_triton(scores, k, visible)
     N, S = scores.shape
-    positions = jnp.arange(S, dtype=jnp.int32)
-    seen = scores > -jnp.inf  # NaN compares false
-    if visible is not None:
-        seen &= positions < visible[:, None]
+    chunks = max(1, -(-S // CHUNK))
+    size = max(1, -(-S // chunks))
+    scores = jnp.pad(scores, ((0, 0), (0, chunks * size - S)), constant_values=-jnp.inf)
+
+    def add(i: jax.Array | int, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        part = jax.lax.dynamic_slice_in_dim(scores, i * size, size, axis=1)
+        positions = i * size + jnp.arange(size, dtype=jnp.int32)
+        seen = part > -jnp.inf  # NaN compares false
+        if visible is not None:
+            seen &= positions < visible[:, None]
+        return merge_top_k(*best, jnp.where(seen, part, -jnp.inf), positions)
+
     start = (jnp.full((N, k), -jnp.inf), jnp.full((N, k), -1, jnp.int32))
-    return in_order(*merge_top_k(*start, jnp.where(seen, scores, -jnp.inf), positions))
+    return in_order(*jax.lax.fori_loop(0, chunks, add, start))
 
 
 def in_order(scores: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -69,9 +79,9 @@ def merge_top_k(
     places = jnp.concatenate([positions, jnp.broadcast_to(new, scores.shape)], axis=-1)
     scores = jnp.concatenate([values, scores], axis=-1)
     rows = int(np.prod(scores.shape[:-1]))
-    if rows <= SORT_ROWS:
+    if rows <= SORT_ROWS and scores.shape[-1] <= SORT_SIZE:
         # Stable: of equal scores the first, which is the lowest position, comes first.  It ranks -0 below 0.
-        best, where = jax.lax.top_k(jnp.where(scores == 0, 0.0, scores), k)
+        best, where = jax.lax.top_k(jax.lax.bitcast_convert_type(_bits(scores), jnp.float32), k)
     else:
         where = select_top_k(scores.reshape(rows, -1), k).reshape(*scores.shape[:-1], k)
         best = jnp.take_along_axis(scores, jnp.maximum(where, 0), axis=-1)
@@ -99,8 +109,14 @@ def select_top_k(scores: jax.Array, k: int) -> jax.Array:
 
 def _ordered(x: jax.Array) -> jax.Array:
     """int32 that compare as the floats do, with -0 equal to 0."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    bits = _bits(x)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """int32, of 0 for -0. Told by its bits: a program that may add in any order takes both zeros for the same."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits == jnp.iinfo(jnp.int32).min, 0, bits)
 
 
 def _kth_largest(key: jax.Array, k: int) -> jax.Array:
@@ -128,21 +144,25 @@ def _running_count(mask: jax.Array, block: int = 64) -> jax.Array:
 def compact(mask: jax.Array, k: int) -> jax.Array:
     """Indices of the first k True of each row [N, S] in ascending order; -1 (last) where there are fewer.
 
-    The row becomes words of 32 bits.  A wanted entry's word is found by comparing counts and its bit by halving the
-    word, so that there is one gather and no scatter.
+    The row becomes words of 32 bits. A wanted entry's word is found by comparing counts, first those of groups of words
+    and then those within the group, and its bit by halving the word: there are gathers but no scatter.
     """
     N, S = mask.shape
-    bits = jnp.pad(mask, ((0, 0), (0, -S % 32))).astype(jnp.float32).reshape(N, -1, 2, 16)
+    bits = jnp.pad(mask, ((0, 0), (0, -S % (32 * GROUP)))).astype(jnp.float32).reshape(N, -1, 2, 16)
     halves = (bits @ (2.0 ** jnp.arange(16))).astype(jnp.uint32)  # exact: below 2^16
     words = halves[..., 0] | (halves[..., 1] << 16)
     count = jax.lax.population_count(words).astype(jnp.float32)
     through = count @ jnp.triu(jnp.ones((count.shape[1],) * 2, jnp.float32))  # inclusive
     wanted = jnp.arange(1, k + 1, dtype=jnp.float32)
-    before = through[:, None, :] < wanted[:, None]  # [N, k, words]
-    at = jnp.sum(before.astype(jnp.float32), axis=-1).astype(jnp.int32)
-    inside = jnp.minimum(at, words.shape[1] - 1)
-    word = jnp.take_along_axis(words, inside, axis=-1)
-    rank = (wanted - 1 - jnp.take_along_axis(through - count, inside, axis=-1)).astype(jnp.uint32)
+    groups = through.reshape(N, -1, GROUP)
+    # XLA's CPU backend stores what these sums are of: [N, k, words] at once would be larger than any cache.
+    group = jnp.sum((groups[:, None, :, -1] < wanted[:, None]).astype(jnp.float32), axis=-1).astype(jnp.int32)
+    inside = jnp.minimum(group, groups.shape[1] - 1)
+    own = jax.vmap(lambda of_row, i: of_row.at[i].get(mode="promise_in_bounds"))(groups, inside)  # [N, k, GROUP]
+    at = inside * GROUP + jnp.sum((own < wanted[:, None]).astype(jnp.float32), axis=-1).astype(jnp.int32)
+    at = jnp.minimum(at, words.shape[1] - 1)
+    word = jnp.take_along_axis(words, at, axis=-1)
+    rank = (wanted - 1 - jnp.take_along_axis(through - count, at, axis=-1)).astype(jnp.uint32)
     bit = jnp.zeros_like(word)
     for width in (16, 8, 4, 2, 1):
         low = jax.lax.population_count(word & jnp.uint32((1 << width) - 1))
@@ -150,7 +170,7 @@ def compact(mask: jax.Array, k: int) -> jax.Array:
         rank = jnp.where(skip, rank - low, rank)
         word = jnp.where(skip, word >> width, word)
         bit = jnp.where(skip, bit + width, bit)
-    return jnp.where(at < words.shape[1], at * 32 + bit.astype(jnp.int32), -1)
+    return jnp.where(group < groups.shape[1], at * 32 + bit.astype(jnp.int32), -1)
 
 
 def top_k_numpy(scores: np.ndarray, k: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from device_addresses import Values, instructions
 from h200_code import check_code, compile_case, compile_program, needs_plugin
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -364,3 +365,20 @@ def test_experts_of_a_layer_are_read_where_they_are():
     assert program.memory.temporaries < 8 << 20
     assert " while(" not in program.hlo
     assert program.hlo.count('custom_call_target="mosaic_gpu') == 2
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_matrices_beyond_2_to_the_31_bytes():
+    """A matrix's number is a coordinate of its own in the copies of weights; the hardware makes it an address."""
+    tuning, matrices, tiles = choose_tuning(8, 2, F), 79 * E, 20
+    shapes = [((tiles * tuning.tile, D), FP8), ((D // BLOCK, tiles * tuning.tile), f32)]
+    shapes += [((matrices, 2, F, D), FP8), ((matrices, 2, F // BLOCK, D // BLOCK), f32)]
+    shapes += [((tiles,), jnp.int32), ((1,), jnp.int32)]
+    arguments = tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    product = functools.partial(grouped_matmul, tuning=tuning)
+    program = compile_program(Case("grouped_matmul", "hopper", "", product, arguments, 0, 0, "float8_e4m3fn"))
+    last = Values(128, lambda array: matrices - 1)
+    with instructions(program.hlo, "bulk.tensor.5d") as copies:
+        assert [last.of(list(copy.operands)[-1]) for copy in copies] == [2 * matrices - 2, 2 * matrices - 1]
+    assert (matrices - 1) * 2 * F * D > 1 << 31

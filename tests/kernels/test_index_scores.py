@@ -66,6 +66,26 @@ def test_key_scale_multiplies_the_score(queries):
 
 
 @pytest.mark.parametrize("queries", QUERIES)
+def test_fp8_error_is_that_of_the_format(queries):
+    """Against the scores of what queries and keys were before they were rounded, by 2^-4 of themselves at most."""
+    exact = inputs(queries)
+    query, weights, keys = exact
+    (query, query_error), (keys, key_error) = map(rounded, (query, keys))
+    positions = np.full((2, queries), CONTEXT - 1)
+    actual = scored(query, weights, keys, None, jnp.asarray(positions, jnp.int32), EVERY)
+    of_query = np.einsum("rqhd,rsd->rqhs", query_error, np.abs(exact[2]) + key_error)
+    of_keys = np.einsum("rqhd,rsd->rqhs", np.abs(exact[0]), key_error)
+    bound = np.einsum("rqhs,rqh->rqs", of_query + of_keys, np.abs(weights))
+    assert (np.abs(actual - twin(*exact, positions)) <= bound).all()
+
+
+def rounded(x):
+    """x as FP8 holds it, and the most that it may be off by: half a step, of numbers or of denormals."""
+    values, scale = (np.asarray(y, np.float32) for y in kv_rows.quantize_index_key(jnp.asarray(x)))
+    return values * scale[..., None], np.maximum(2.0**-4 * np.abs(x), 2.0**-10 * scale[..., None]) + 1e-7
+
+
+@pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize("rubbish", [np.nan, np.inf])
 def test_keys_after_the_query_leave_no_trace(queries, rubbish):
     query, weights, keys = inputs(queries)

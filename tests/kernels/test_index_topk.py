@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from glmjax.errors import ConfigError
-from glmjax.kernels import index_topk
+from glmjax.kernels import index_scores, index_topk
 from glmjax.kernels.index_scores import contiguous_tables, index_scores_numpy, paged_index_scores
 from glmjax.kernels.index_topk import index_top_k
 from glmjax.kernels.topk import top_k_numpy
@@ -59,6 +59,26 @@ def test_equals_the_twin(fp8, queries, chunk, monkeypatch):
     there = np.take_along_axis(scores, np.maximum(wanted, 0), axis=-1)
     assert (np.asarray(found) == np.where(wanted >= 0, there, -np.inf)).all()
     assert (np.asarray(score(query, weights, keys, scale, 1, tables, visible, block_size=BLOCK)) == scores).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 96])  # a block for each request; two; three, and nine blocks are no multiple
+def test_scores_come_in_chunks_of_the_context(chunk, monkeypatch):
+    (query, weights, keys, scale, tables), numbers = inputs(2, fp8=True)
+    visible = np.array([[0, 144], [33, 100]], np.int32)
+    monkeypatch.setattr(index_scores, "CHUNK", chunk)
+    anew = jax.jit(lambda *arguments: paged_index_scores(*arguments, block_size=BLOCK))  # the size is no argument
+    found = anew(query, weights, keys, scale, 1, tables, visible)
+    assert (np.asarray(found) == expected(query, weights, numbers[1], scale[1], tables, visible)).all()
+
+
+@pytest.mark.parametrize("queries", [1, 8])
+def test_scores_take_no_array_of_context_by_heads(queries):
+    heads, dim, context = 32, 128, 1 << 16
+    query, weights = jnp.zeros((1, queries, heads, dim), jnp.float8_e4m3fn), jnp.zeros((1, queries, heads))
+    keys, scale = jnp.zeros((1, context, dim), jnp.uint8), jnp.zeros((1, context))
+    tables, visible = jnp.zeros((1, context // 64), jnp.int32), jnp.zeros((1, queries), jnp.int32)
+    memory = jax.jit(paged_index_scores).lower(query, weights, keys, scale, 0, tables, visible).compile()
+    assert memory.memory_analysis().temp_size_in_bytes < 4 * context * heads
 
 
 def test_contiguous_keys_are_a_pool():

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from h200_code import check_code, compile_case, compile_program, needs_plugin
+from h200_code import check_code, compile_program, needs_plugin
 from interpreted_candidates import Lists, run_interpreted
 
 from glmjax.errors import ConfigError
@@ -188,11 +188,15 @@ def shapes():
 @needs_plugin
 @pytest.mark.parametrize("case", shapes())
 def test_code_for_an_h200(case):
-    filling, *merging = (code for code in compile_case(case) if code.blocks)
+    program = compile_program(case)
+    filling, *merging = (code for code in machine_code(program.executable) if code.blocks)
     check_code(filling, "QGMMA", "LDGSTS")
     assert filling.instructions["QGMMA"] == DIM // 32  # a key is multiplied with all (query, head) pairs at once
     for code in merging:
         check_code(code, blocks=case.arguments[5].size)
+    queries, context = case.arguments[5].size, case.arguments[4].shape[1] * BLOCK
+    if queries * context > 1 << 25:  # else lists are larger than the matrix of scores would be
+        assert program.memory.temporaries < 4 * queries * context / 2
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.shape)

@@ -241,7 +241,7 @@ def test_command_prints_a_table(glm, monkeypatch):
     monkeypatch.setattr(kernel_report, "all_cases", lambda: cases)
     code, out, _ = glm("kernels", "kv_insert")
     assert code == 0
-    assert "T=8192 latent, rope, index key fp8" in out and "LDG.E.128" in out and "4.8 TB/s" in out
+    assert "T=8192 latent, rope, index key fp8" in out and "LDGSTS:" in out and "4.8 TB/s" in out
 
 
 @needs_plugin

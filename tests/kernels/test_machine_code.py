@@ -1,5 +1,6 @@
 """Machine code of compiled programs: what is read of Pallas, Triton and XLA kernels, and of text by hand."""
 
+import dataclasses
 import importlib.util
 
 import jax
@@ -10,8 +11,9 @@ from jax.experimental import pallas as pl
 
 from glmjax.errors import ConfigError
 from glmjax.kernels import machine_code as module
-from glmjax.kernels.machine_code import count_instructions, machine_code
+from glmjax.kernels.machine_code import KernelCode, count_instructions, machine_code
 from glmjax.kernels.report_case import Case
+from glmjax.kernels.roofline import SHARED_BYTES_PER_BLOCK
 
 SASS = """
 .text.kernel:
@@ -62,6 +64,29 @@ def test_program_for_a_cpu_is_refused():
 
 def case(function, *arguments):
     return Case("test", "hopper", "", function, arguments, bytes=1, flops=1, arithmetic="float32")
+
+
+GOOD = KernelCode("k", 168, 0, 0, SHARED_BYTES_PER_BLOCK, 384, 132, {"QGMMA": 4, "LDGSTS": 8})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stack": 8},
+        {"local": 8},
+        {"instructions": {**GOOD.instructions, "LDL": 1}},
+        {"instructions": {**GOOD.instructions, "STL": 1}},
+        {"shared_bytes": SHARED_BYTES_PER_BLOCK + 1},
+        {"blocks": 131},
+        {"instructions": {"LDGSTS": 8}},
+        {"instructions": {"QGMMA": 4}},
+    ],
+    ids=str,
+)
+def test_what_every_kernel_owes_is_missed_when_it_is_gone(change):
+    check_code(GOOD, "QGMMA|HGMMA", "LDGSTS")
+    with pytest.raises(AssertionError):
+        check_code(dataclasses.replace(GOOD, **change), "QGMMA|HGMMA", "LDGSTS")
 
 
 @needs_plugin
@@ -133,7 +158,7 @@ def test_triton_kernels():
     (code,) = machine_code(program.executable)
     assert code.name == "copy_kernel"
     assert (code.threads, code.blocks) == (128, 512)
-    assert code.instructions["LDG.E.128"] > 0 and code.instructions["STG.E.128"] > 0
+    assert code.instructions["LDGSTS"] > 0 and code.instructions["STG.E.128"] > 0
 
 
 def test_module_counts_what_it_names():

@@ -322,6 +322,22 @@ def test_jnp_form_from_the_pool_is_the_models(quantized):
         assert (np.asarray(a) == np.asarray(b)).all()
 
 
+@pytest.mark.parametrize("quantized", [True, False], ids=["fp8", "bf16"])
+def test_jnp_form_takes_as_many_rows_as_the_model_selects(quantized):
+    lengths = np.array([0, 1, 63, 64, 65, 2047, 2048])  # of 2048; a query of a context of 2049 has 2048
+    rows = np.random.default_rng(6).integers(0, SLOTS, (len(lengths), 2048)).astype(np.int32)
+    rows = np.where(np.arange(2048) < lengths[:, None], rows, -1)
+    pools, queries = random_pools(quantized), random_queries(len(rows), 8)
+    attend = functools.partial(sparse_mla_from_pool, scale=SCALE, implementation="jnp")
+    wide = [x.astype(np.float32) for x in queries]
+    out, lse = jax.jit(attend, static_argnums=5)(*wide, *pools, LAYER, rows)
+    wanted_out, wanted_lse, magnitude = expected(queries, pools, rows)
+    assert (np.abs(np.asarray(out) - wanted_out) <= 1e-5 * (1 + magnitude)).all()
+    seen = np.isfinite(wanted_lse)
+    assert (np.isfinite(lse) == seen).all()
+    assert np.abs(np.asarray(lse)[seen] - wanted_lse[seen]).max() < LSE_TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glmjax.errors import ConfigError
+from glmjax.kernels import few_rows, topk
 from glmjax.kernels.topk import SORT_ROWS, merge_top_k, select_top_k, top_k, top_k_numpy
 
 K = 64
@@ -76,6 +77,14 @@ def test_ties_go_to_the_lowest_position(rows, palette):
 
 
 @pytest.mark.parametrize("rows", ROWS)
+def test_zeros_of_either_sign_tie_in_programs_that_may_add_in_any_order(rows):
+    """XLA does not tell them apart there, unless by their bits."""
+    scores = np.random.default_rng(1).choice(np.array([0.0, -0.0, -1.0], np.float32), (rows, 256))
+    select = jax.jit(lambda scores: top_k(scores, K)).lower(scores).compile(dict(few_rows.COMPILER_OPTIONS))
+    assert (ascending(np.asarray(select(scores)[1])) == top_k_numpy(scores, K)).all()
+
+
+@pytest.mark.parametrize("rows", ROWS)
 def test_values_are_the_scores_at_the_positions(rows):
     scores = random_scores(rows, 256)
     scores[:, 40:] = -np.inf
@@ -134,6 +143,31 @@ def test_top_k_of_rows_with_lengths_and_nan(rows):
     assert (np.asarray(positions) == expected).all()
     there = np.take_along_axis(eligible, np.maximum(expected, 0), axis=1)
     assert (np.asarray(values) == np.where(expected >= 0, there, -np.inf)).all()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 130])
+def test_top_k_of_rows_in_chunks(rows, size, monkeypatch):
+    monkeypatch.setattr(topk, "CHUNK", 64)
+    monkeypatch.setattr(topk, "SORT_SIZE", 0 if size == 130 else topk.SORT_SIZE)  # few rows that are too long to sort
+    scores = np.round(random_scores(rows, size) * 2)  # ties across the chunks
+    values, positions = top_k(scores, K)
+    expected = top_k_numpy(scores, K)
+    assert (np.asarray(positions) == expected).all()
+    assert np.isneginf(values).sum() == (expected < 0).sum()
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_row_of_a_million_takes_little_memory(rows):
+    size = 1 << 20
+    memory = jax.jit(top_k, static_argnums=1).lower(jnp.zeros((rows, size)), 2048).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * rows * size
+
+
+def test_selecting_holds_no_array_of_rows_by_k_by_scores():
+    rows, size, k = 128, 4096, 2048
+    memory = select.lower(jnp.zeros((rows, size)), k).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * rows * k * size / 32 / 2  # half of one float32 for each word of 32 scores
 
 
 def test_top_k_says_why_its_kernel_cannot_run():
