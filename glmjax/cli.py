@@ -409,7 +409,9 @@ def as_typed(message: str) -> str:
     options = {param.name: param.opts[0] for command in commands for param in command.params if "_" in param.name}
     if ".json" in message:
         return message
-    return re.sub(r"(?<![\w/.-])[a-z]+(_[a-z]+)+(?![\w/-]|\.\w)", lambda name: options.get(name[0], name[0]), message)
+    quoted = r"(?<!\w)'[^']*'"  # somebody's own words
+    name = r"(?<![\w/.-])[a-z]+(_[a-z]+)+(?![\w/-]|\.\w)"
+    return re.sub(f"{quoted}|{name}", lambda found: options.get(found[0], found[0]), message)
 
 
 def _fail(message: str) -> NoReturn:

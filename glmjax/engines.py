@@ -64,14 +64,17 @@ def build_engine(
     *,
     mesh: jax.sharding.Mesh | None = None,
     peers: Peers | None = None,
+    sizes: PoolSizes | None = None,
 ) -> Engine:
     """Compiles the programs for these options and joins them with a scheduler.
 
     Args:
       mesh: of the layout, where ``params`` are; None: the first devices.
       peers: hands requests over to other engines, or takes them.
+      sizes: of the pools; None: as the options and the memory that is free say.
     """
-    sizes = pool_sizes(config, options, None if peers is None else peers.connector, _local_devices(mesh))
+    if sizes is None:
+        sizes = pool_sizes(config, options, None if peers is None else peers.connector, _local_devices(mesh))
     layout, max_model_len = options.layout, sizes.max_model_len
     max_chunk = min(options.max_num_batched_tokens, max_model_len)
     table_width = -(-max_model_len // sizes.block_size)
@@ -179,25 +182,31 @@ def build_pair(
     config, params = _load(path, options, prefill, meshes[0])
     other = params if shared else _load(path, options, decode, meshes[1])[1]
     own = [options.of_engine(name) for name in ("prefill", "decode")]
-    if not all(_stage_on_device(config, one, mesh) for one, mesh in zip(own, meshes, strict=True)):
-        own = [dataclasses.replace(one, kv_buffer_device="host") for one in own]
+    share = 1 / 2 if shared else 1.0
+
+    # Before either engine takes memory, and so that both have their stage in memory of one kind.
+    def sizes_of(**changes: Any) -> list[PoolSizes]:
+        return [
+            pool_sizes(config, dataclasses.replace(one, **changes), "local", _local_devices(mesh), share)
+            for one, mesh in zip(own, meshes, strict=True)
+        ]
+
+    sizes = sizes_of()
+    if not all(one.stage is not None and one.stage.on_device for one in sizes):
+        sizes = sizes_of(kv_buffer_device="host")
     hub: Hub = {}
     settings = Settings(lease_seconds=float(options.lease_seconds))
 
-    def build(one: EngineOptions, weights: Any, mesh: jax.sharding.Mesh | None) -> Engine:
+    def build(one: EngineOptions, weights: Any, mesh: jax.sharding.Mesh | None, sizes: PoolSizes) -> Engine:
         peers = Peers(f"{one.role}-{uuid.uuid4().hex[:12]}", "local", str(path.resolve()), hub, settings)
-        return build_engine(config, weights, tokenizer, one, eos_ids, mesh=mesh, peers=peers)
+        return build_engine(config, weights, tokenizer, one, eos_ids, mesh=mesh, peers=peers, sizes=sizes)
 
-    first, second = build(own[0], params, meshes[0]), build(own[1], other, meshes[1])
+    first = build(own[0], params, meshes[0], sizes[0])
+    second = build(own[1], other, meshes[1], sizes[1])
     pair = DisaggregatedEngine(first, second, options.min_prefill_tokens, options.kv_load_failure_policy)
     producer, consumer = hub
     hub[consumer].meet(producer)
     return config, pair
-
-
-def _stage_on_device(config: GLMConfig, options: EngineOptions, mesh: jax.sharding.Mesh | None) -> bool:
-    stage = pool_sizes(config, options, "local", _local_devices(mesh)).stage
-    return stage is not None and stage.on_device
 
 
 def _local_devices(mesh: jax.sharding.Mesh | None) -> list[jax.Device] | None:

@@ -24,8 +24,11 @@ def block_bytes(config: GLMConfig, options: EngineOptions) -> int:
     return num_bytes(abstract_cache(config, 0, options.block_size, options.cache_dtype, mtp=has_mtp(options)))
 
 
-def device_budget(options: EngineOptions, devices: Sequence[jax.Device]) -> float:
-    return options.kv_cache_gib * GIB if options.kv_cache_gib else _free_bytes(devices, options.layout.num_devices)
+def device_budget(options: EngineOptions, devices: Sequence[jax.Device], share: float = 1.0) -> float:
+    """Bytes for KV on each device: as told, or that share of what is free."""
+    if options.kv_cache_gib:
+        return options.kv_cache_gib * GIB
+    return share * _free_bytes(devices, options.layout.num_devices)
 
 
 def _free_bytes(devices: Sequence[jax.Device], num_devices: int) -> float:

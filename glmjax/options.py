@@ -61,7 +61,8 @@ class EngineOptions:
         "auto" is "local" within a process, else "nixl" where it is installed and "jax" where not.
       connector_host, connector_port: where the engine's connector answers others; port 0 takes a free one.
       kv_buffer_device: where KV is on its way: "device" beside the pools, so that it goes from device to device, or
-        "host"; "auto" is "device" where the connector and the devices' memory allow it.
+        "host"; "auto" is "device" where the connector and the devices' memory allow it. ``kv_cache_gib`` does not count
+        it.
       connector_stage_gib: memory of each data-parallel rank for KV on its way; None: two of the longest requests, or
         one where two are more than 8 GiB (on devices, an eighth of their memory for KV). Longer prompts are not handed
         over.

@@ -46,19 +46,21 @@ def pool_sizes(
     options: EngineOptions,
     connector: str | None = None,
     devices: Sequence[jax.Device] | None = None,
+    share: float = 1.0,
 ) -> PoolSizes:
     """Decides.
 
     Args:
       connector: kind of the connector by which requests are handed over.
       devices: of this process, that the engine has; None: the first.
+      share: of their free memory, that it may have.
 
     Raises:
       ConfigError: a request of ``max_model_len`` does not fit, or there is not that much memory.
     """
     if devices is None:
         devices = jax.local_devices()[: options.layout.num_devices]
-    budget = device_budget(options, devices)
+    budget = device_budget(options, devices, share)
     on_device = connector and blocks_on_device(config, options, connector, budget, devices)
     if on_device and not options.kv_cache_gib:
         budget -= on_device * block_bytes(config, options)

@@ -133,15 +133,15 @@ class StageCopies:
         def save(cache: KVCache, stage: Stage, moves: jax.Array) -> tuple[Stage, jax.Array]:
             return save_blocks(cache, stage, moves, block_size), moves
 
-        def load(cache: KVCache, host: Any, stage: Stage, moves: jax.Array) -> tuple[KVCache, Any]:
-            return load_blocks(cache, host, stage, moves, block_size)
+        def load(cache: KVCache, host: Any, stage: Stage, moves: jax.Array) -> tuple[KVCache, Any, jax.Array]:
+            return *load_blocks(cache, host, stage, moves, block_size), moves
 
         if mesh is not None:
             specs: dict[str, Any] = {"mesh": mesh, "check_vma": False}
             save = jax.shard_map(save, in_specs=(kv, kv, ranks), out_specs=(kv, ranks), **specs)
-            load = jax.shard_map(load, in_specs=(kv, kv, kv, ranks), out_specs=(kv, kv), **specs)
+            load = jax.shard_map(load, in_specs=(kv, kv, kv, ranks), out_specs=(kv, kv, ranks), **specs)
         moves = jax.ShapeDtypeStruct((layout.dp * most, 2), jnp.int32, sharding=self._sharding)
-        out = jax.tree.map(lambda x: x.sharding, (cache, host)) if host is not None else None
+        out = None if host is None else (*jax.tree.map(lambda x: x.sharding, (cache, host)), self._sharding)
         program = jax.jit(load, donate_argnums=(0, 1), out_shardings=out).lower(cache, host, stage, moves)
         self._load = program.compile(compiler_options)
         if host is None:
@@ -157,8 +157,12 @@ class StageCopies:
 
     def load(
         self, cache: KVCache, host: jax.Array | None, stage: Stage, moves: Sequence[Sequence[tuple[int, int]]]
-    ) -> tuple[KVCache, jax.Array | None]:
-        """The other way.  The pools passed in are consumed."""
+    ) -> tuple[KVCache, jax.Array | None, jax.Array]:
+        """The other way.  The pools passed in are consumed.
+
+        Returns:
+          the pools, and an array that is there once the stage has been read.
+        """
         return self._load(cache, host, stage, self._padded(moves))
 
     def _padded(self, moves: Sequence[Sequence[tuple[int, int]]]) -> Any:

@@ -32,8 +32,9 @@ def blocks_on_device(
 ) -> int | None:
     """Blocks of the stage of each data-parallel rank if it is to be on the devices.
 
-    By itself it is there for connector "local", and for "nixl" on GPUs whose rows need no new order on their way, if
-    ``DEVICE_STAGE`` of a device's memory for KV, ``budget`` bytes, holds the longest request.
+    By itself it is there for connector "local", and for "nixl" on GPUs if rows need no new order on their way into the
+    decode engine's, which both engines are told by an interleave of a block; if ``DEVICE_STAGE`` of a device's memory
+    for KV, ``budget`` bytes, holds the longest request; and if rows are not in host memory anyway (HiSparse).
 
     Raises:
       ConfigError: it is told to be there and cannot be.
@@ -48,8 +49,9 @@ def blocks_on_device(
         obstacle = f"with layout {layout} several devices have the same KV, and connector='nixl' writes to one of them"
     if told and obstacle:
         raise ConfigError(f"kv_buffer_device='device' is not possible: {obstacle}: use 'host'")
-    scattered = layout.dcp > 1 and layout.interleave < options.block_size
-    if obstacle or (not told and connector == "nixl" and (scattered or devices[0].platform == "cpu")):
+    if obstacle:
+        return None
+    if not told and (options.host_gib is not None or (connector == "nixl" and not _worth_it(options, devices))):
         return None
 
     one = block_bytes(config, options)
@@ -70,6 +72,12 @@ def blocks_on_device(
         f"is none, or more than half of the {budget / GIB:.2f} GiB of memory for KV: lower max_model_len, set "
         "connector_stage_gib, or use 'host'"
     )
+
+
+def _worth_it(options: EngineOptions, devices: Sequence[jax.Device]) -> bool:
+    """Whether NIXL had better move memory of the devices: into them it makes a read of every run of tokens."""
+    scattered = options.role == "decode" and options.layout.interleave != options.block_size
+    return devices[0].platform != "cpu" and not scattered
 
 
 def blocks_on_host(options: EngineOptions, dp: int, longest: int, block_bytes: int) -> int:

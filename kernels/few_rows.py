@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from glmjax.kernels.choose import target_device
 
 FEW = 4
-# For programs on a CPU: sums in any order, and all else that "fast math" stands for as it is without.
+# For programs on a CPU: sums in any order, and of what else "fast math" stands for only that zero has no sign.
 COMPILER_OPTIONS: Mapping[str, bool] = {
     "xla_cpu_enable_fast_math": True,
     "xla_cpu_fast_math_honor_nans": True,

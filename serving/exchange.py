@@ -51,8 +51,14 @@ class Exchange(Protocol):
         """Waits until what ``send`` started is where a connector finds it."""
         ...
 
-    def receive(self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]) -> tuple[Any, jax.Array | None]:
-        """Copies blocks of the stage into the pool, or the two tiers' pools, which are consumed; returns them."""
+    def receive(
+        self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]
+    ) -> tuple[Any, jax.Array | None, Sequence[jax.Array]]:
+        """Copies blocks of the stage into the pool, or the two tiers' pools, which are consumed.
+
+        Returns:
+          the pools, and arrays that are there once the stage has been read.
+        """
         ...
 
 
@@ -90,7 +96,9 @@ class HostExchange:
                     for i, (_, stage) in enumerate(part[rank]):
                         regions[place][:, self._slots(stage)] = by_rank[:, rank, shard, i]
 
-    def receive(self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]) -> tuple[Any, jax.Array | None]:
+    def receive(
+        self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]
+    ) -> tuple[Any, jax.Array | None, Sequence[jax.Array]]:
         for part in parts(moves, self._dp, self._copies.most):
             packed = []
             for regions in self._rows:
@@ -106,7 +114,7 @@ class HostExchange:
                 cache = self._copies.write(cache, blocks, mla, index)
             else:
                 cache, host = self._copies.receive(cache, host, blocks, mla, index)
-        return cache, host
+        return cache, host, ()  # what was read is a copy of its own
 
     def _by_rank(self, rows: np.ndarray) -> np.ndarray:
         return rows.reshape(rows.shape[0], self._dp, self._dcp, self._copies.most, *rows.shape[2:])
@@ -133,10 +141,14 @@ class DeviceExchange:
     def arrive(self, leaving: Sequence[jax.Array]) -> None:
         jax.block_until_ready(leaving)
 
-    def receive(self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]) -> tuple[Any, jax.Array | None]:
+    def receive(
+        self, cache: Any, host: jax.Array | None, moves: Sequence[Handover]
+    ) -> tuple[Any, jax.Array | None, Sequence[jax.Array]]:
+        done = []
         for part in parts(moves, self._dp, self._copies.most):
-            cache, host = self.memory.read(functools.partial(self._copies.load, cache, host, moves=part))
-        return cache, host
+            cache, host, read = self.memory.read(functools.partial(self._copies.load, cache, host, moves=part))
+            done.append(read)
+        return cache, host, done
 
 
 def parts(moves: Sequence[Handover], dp: int, most: int, tiers: bool = False) -> list[Moves]:

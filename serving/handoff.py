@@ -1,6 +1,6 @@
 """Requests that go to another engine after their prompt, or come from one: the scheduler's side of a handoff.
 
-Rows travel through the *stage*, host memory in blocks of its own (``exchange``), so that the pool's blocks are free at
+Rows travel through the *stage*, memory in blocks of its own (``exchange``), so that the pool's blocks are free at
 once, and what a connector reads or writes is never a block that somebody computes in. A stage block is in exactly one
 state: free, kept for a request that is to be sent, on its way there, under a lease of the connector, filled by a fetch,
 or on its way into the pool. Law, restated by ``check``: these are all of them.
@@ -135,6 +135,10 @@ class Handoff:
         move = Handover(request.request_id, tuple(request.blocks[place] for place in places), stage)
         self._sends.append(move)
         self._sending[request.request_id] = (move, request.prompt_ids)
+
+    def withdraw(self, offer: Offer) -> bool:
+        """Gives up an offer of this engine that nobody has begun to fetch; False if it is not one. For any thread."""
+        return offer.engine_id == self.connector.info.engine_id and self.connector.withdraw(offer.request_id)
 
     def dropped(self, request: Request) -> None:
         """It ended some other way, or lost its blocks."""

@@ -172,7 +172,7 @@ class _Api:
         """Gives up an offer of which nobody has heard: who has begun to fetch it goes on."""
         body = protocol.decode_object(await asgi.read_body(request, self._options.max_body_bytes))
         offer, handoff = from_params(body.get(PARAM)), self._engine.scheduler.ranks[0].handoff
-        done = offer is not None and handoff is not None and handoff.connector.withdraw(offer.request_id)
+        done = offer is not None and handoff is not None and handoff.withdraw(offer)
         return asgi.json_response({"withdrawn": done})
 
     async def models(self, request: Request) -> Response:

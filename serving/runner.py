@@ -30,11 +30,13 @@ class Started:
       rectangles: for each, the ranks' chunks, rows of a rank, packed outputs.
       copied: write-backs, and an array that is there once they are.
       leaving: blocks on their way to the stage, as the exchange knows them.
+      read: arrays that are there once blocks of the stage have been read, which may then be written to again.
     """
 
     rectangles: Sequence[tuple[tuple[Sequence[Chunk], ...], int, Any]]
     copied: Sequence[tuple[Sequence[Move], Any]] = ()
     leaving: Sequence[Any] = ()
+    read: Sequence[Any] = ()
 
 
 class ProgramRunner:
@@ -56,10 +58,11 @@ class ProgramRunner:
         ranks = range(self._programs.layout.dp)
         started = []
         leaving: Sequence[Any] = ()
+        read: Sequence[Any] = ()
         if plan.sends or plan.receives:
             assert self._exchange is not None
             leaving = self._exchange.send(self._cache, plan.sends)
-            self._cache, self._host = self._exchange.receive(self._cache, self._host, plan.receives)
+            self._cache, self._host, read = self._exchange.receive(self._cache, self._host, plan.receives)
         self._load(plan.loads)
         for batches in rectangles([[c for c in plan.chunks if c.rank == rank] for rank in ranks], self._rows):
             chunks = [c for batch in batches for c in batch]
@@ -80,7 +83,7 @@ class ProgramRunner:
             self._steps += 1
             if staged:
                 self._loaded += sum(self._rows_away(c, plan.page_of[c.rank]) for c in chunks)
-        return Started(started, self._write_back(plan.write_backs), leaving)
+        return Started(started, self._write_back(plan.write_backs), leaving, read)
 
     def finish(self, started: Started) -> Results:
         sampled: dict[str, Sampled] = {}
@@ -101,6 +104,7 @@ class ProgramRunner:
         if started.leaving:
             assert self._exchange is not None
             self._exchange.arrive(started.leaving)
+        jax.block_until_ready(started.read)
         return Results(sampled, tuple(failed))
 
     def stats(self) -> dict[str, int]:

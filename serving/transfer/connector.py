@@ -21,6 +21,7 @@ import msgspec
 from glmjax.errors import ConfigError
 from glmjax.serving.clock import Clock
 from glmjax.serving.transfer.channel import ChannelServer, Message, call
+from glmjax.serving.transfer.device_memory import DeviceMemory
 from glmjax.serving.transfer.interface import (
     PROTOCOL,
     Fetch,
@@ -354,6 +355,9 @@ class PullConnector(abc.ABC):
             if thread is not None:
                 thread.join(2 * self.settings.call_timeout)
         self._close()
+        self._peers.clear()
+        if isinstance(self.rows, DeviceMemory):
+            self.rows.free()
 
 
 class RemoteConnector(PullConnector):

@@ -1,13 +1,14 @@
 """Device memory that KV rows are moved from and into: the stage of an engine, as connectors see it."""
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 
-from glmjax.serving.transfer.interface import INDEX, MLA
+from glmjax.serving.transfer.interface import INDEX, MLA, TransferError
 from glmjax.stage import Stage, num_ranks
 
 T = TypeVar("T")
@@ -32,11 +33,13 @@ class DeviceRegion:
 class DeviceMemory(dict[str, DeviceRegion]):
     """The stage's arrays, which programs of several threads write to: each is given them and leaves new ones.
 
-    They stay where they are in memory, or ``replace`` says so: others may know the addresses.
+    They stay where they are in memory, or ``replace`` says so: others may know the addresses. A program that fails may
+    have taken them with it: then, and once they are freed, every use is a TransferError.
     """
 
     def __init__(self, stage: Stage):
-        self._stage, self._lock = stage, threading.Lock()
+        self._stage: Stage | tuple[()] = stage
+        self._lock = threading.Lock()
         for name, rows in zip((MLA, INDEX), stage, strict=True):
             ranks, (layers, slots, row_bytes) = num_ranks(rows), rows.shape
             self[name] = DeviceRegion(name, ranks, layers, slots // ranks, row_bytes)
@@ -46,21 +49,33 @@ class DeviceMemory(dict[str, DeviceRegion]):
     @property
     def like(self) -> Stage:
         """The arrays as shapes, with where they are."""
-        with self._lock:
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._stage)
+        with self._held() as stage:
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), stage)
 
     def read(self, use: Callable[[Stage], T]) -> T:
         """What a program makes of the arrays; it is started before anybody writes again."""
-        with self._lock:
-            return use(self._stage)
+        with self._held() as stage:
+            return use(stage)
 
     def replace(self, write: Callable[[Stage], tuple[Stage, T]]) -> T:
         """Lets a program write, in place: it is given the arrays, which it consumes, and returns them."""
-        with self._lock:
-            self._stage, more = write(self._stage)
+        with self._held() as stage:
+            self._stage, more = write(stage)
             if addresses(self._stage) != self._addresses:
                 raise RuntimeError("a program copied the stage instead of writing to it")
             return more
+
+    def free(self) -> None:
+        """Gives the devices' memory back."""
+        with self._lock:
+            self._stage = ()
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[Stage]:
+        with self._lock:
+            if not self._stage or any(x.is_deleted() for x in self._stage):
+                raise TransferError("the stage on the devices is gone: " + ("lost" if self._stage else "freed"))
+            yield self._stage
 
     def places(self, name: str) -> list[list[tuple[int, int]]]:
         """For each rank (address, number of the device) of its rows, on every device that has them."""

@@ -158,9 +158,15 @@ def test_a_value_that_turns_out_bad_later_is_one_line_after_those_of_the_start(g
         ("lease_seconds must be positive", "--lease-seconds must be positive"),
         ("kv_offload='host' and hisparse_host_gib=1", "--kv-offload='host' and --hisparse-host-gib=1"),
         ("give more with max_num_seqs.", "give more with --max-num-seqs."),
+        ("the model's positions, so lower max_model_len", "the model's positions, so lower --max-model-len"),
         *(
             (same, same)
-            for same in ("num_attention_heads=2", "/tmp/max_tokens/x not found", "max_tokens.npz not found")
+            for same in (
+                "num_attention_heads=2",
+                "/tmp/max_tokens/x not found",
+                "max_tokens.npz not found",
+                "no model 'max_tokens' here",
+            )
         ),
         *((same, same) for same in ("the prefill engine", "/x/generation_config.json: top_p must be in (0, 1]")),
     ],

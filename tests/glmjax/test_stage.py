@@ -57,7 +57,7 @@ def test_blocks_are_saved_and_loaded_byte_for_byte_and_in_place(dtype):
         assert np.array_equal(new[:, [4, 1]], rows[:, [2, 0]])
         assert np.array_equal(np.delete(new, [4, 1], axis=1), np.delete(old, [4, 1], axis=1))
 
-    other, _ = copies.load(other, None, stage, [[(3, 1), (5, 4)]])
+    other, *_ = copies.load(other, None, stage, [[(3, 1), (5, 4)]])
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves((stage, other))] == places
     for new, old, rows in zip(blocks_of(other), there, wanted, strict=True):
         assert np.array_equal(new[:, [3, 5]], rows[:, [0, 2]])

@@ -41,16 +41,23 @@ def test_by_itself_the_stage_is_on_devices_that_have_room_for_the_longest_reques
 
 def test_a_request_that_the_pool_could_not_hold_needs_no_room():
     assert on_device(num_device_blocks=100) == 200
-    assert on_device(hisparse_host_gib=48) is None  # there it may have a million tokens
+
+
+def test_rows_that_go_to_the_host_come_by_the_host():
+    assert on_device(max_model_len=32768, hisparse_host_gib=48) is None
+    assert on_device(max_model_len=32768, hisparse_host_gib=48, kv_buffer_device="device") == 1024
 
 
 def test_nixl_reads_into_devices_where_rows_stay_together_and_each_device_has_its_own():
-    assert on_device("nixl", max_model_len=32768) == 1024
-    assert on_device("nixl", platform="cpu", max_model_len=32768) is None
+    together = "dp=8,ep=8,interleave=64"  # says that the prefill engine's are too
+    assert on_device("nixl", max_model_len=32768, layout=together) == 1024
+    assert on_device("nixl", max_model_len=32768) is None
+    assert on_device("nixl", platform="cpu", max_model_len=32768, layout=together) is None
     assert on_device("nixl", platform="cpu", max_model_len=32768, kv_buffer_device="device") == 1024
-    assert on_device("nixl", max_model_len=32768, layout="tp=8") is None
+    assert on_device("nixl", max_model_len=32768, layout="tp=8,interleave=64") is None
     assert on_device("nixl", max_model_len=32768, layout="tp=8", role="prefill") == 1024
     assert on_device("nixl", max_model_len=32768, layout="pcp=8,dcp=8,ep=8") is None
+    assert on_device("nixl", max_model_len=32768, layout="pcp=8,dcp=8,ep=8", role="prefill") == 128
     assert on_device("nixl", max_model_len=32768, layout="pcp=8,dcp=8,ep=8,interleave=64") == 128
     with pytest.raises(ConfigError, match=r"kv_buffer_device='device' .* several devices have the same KV"):
         on_device("nixl", max_model_len=32768, layout="tp=8", kv_buffer_device="device")
@@ -73,7 +80,7 @@ def test_its_size_on_devices_may_be_told():
 
 
 def test_pool_and_stage_share_the_devices_memory(monkeypatch):
-    monkeypatch.setattr(glmjax.pool_sizes, "device_budget", lambda options, devices: BUDGET)
+    monkeypatch.setattr(glmjax.pool_sizes, "device_budget", lambda options, devices, share: BUDGET)
     options = engine_options(dtype="bfloat16", layout="dp=8,ep=8", role="decode", max_model_len=32768, max_num_seqs=64)
     one = block_bytes(GLM, options)
     alone, beside = (pool_sizes(GLM, options, kind, jax.devices()[:1]) for kind in (None, "local"))

@@ -523,6 +523,12 @@ def test_an_offer_can_be_withdrawn_once():
         assert house.decode.stats()["kv_transfer_recomputed"] == 1
 
 
+def test_an_offer_of_another_engine_is_not_withdrawn_here(house):
+    params = offered(house, LONG)
+    assert withdrawn(house, params | {"remote_engine_id": "another"}) is False
+    assert withdrawn(house, params) is True
+
+
 @pytest.mark.parametrize("params", [None, {"do_remote_decode": True}])
 def test_what_is_no_offer_withdraws_nothing(house, params):
     assert withdrawn(house, params) is False

@@ -17,7 +17,7 @@ from glmjax.cache import abstract_cache
 from glmjax.params import num_bytes
 from glmjax.programs import Programs
 from glmjax.serving.plan import Chunk, Plan, Sampled
-from glmjax.serving.runner import ProgramRunner, fill_row, read_row
+from glmjax.serving.runner import ProgramRunner, Started, fill_row, read_row
 from glmjax.step_io import MAX_BANNED, StepInputs, StepOutputs, StepShape
 from glmjax.types import SamplingParams
 
@@ -30,6 +30,17 @@ TEXTS = RNG.integers(0, CONFIG.vocab_size, (3, LENGTHS[-1])).tolist()
 @pytest.fixture(scope="module")
 def runner():
     return ProgramRunner(small_model.programs())
+
+
+def test_blocks_of_the_stage_are_waited_for_before_they_may_be_written_to_again(runner):
+    waited = []
+
+    class Read:
+        def block_until_ready(self):
+            waited.append(self)
+
+    runner.finish(Started((), read=[Read()]))
+    assert len(waited) == 1
 
 
 def litter(runner, value=100.0):

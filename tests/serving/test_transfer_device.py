@@ -1,7 +1,9 @@
 """Rows moved from device to device within a process, beside the same plan carried out on the host."""
 
 import ctypes
+import gc
 import itertools
+import weakref
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from glmjax.errors import ConfigError
 from glmjax.serving.clock import ManualClock
 from glmjax.serving.transfer.device import DeviceWay
 from glmjax.serving.transfer.factory import make_connector
+from glmjax.serving.transfer.interface import TransferError
 from glmjax.serving.transfer.job import Settings
 
 BLOCKS, TOKENS = 24, 37
@@ -107,6 +110,33 @@ def test_a_program_that_copies_the_stage_is_found_out():
     case = Case(ONE, ONE)
     with pytest.raises(RuntimeError, match="copied the stage"):
         case.mine.replace(lambda stage: (jax.tree.map(lambda x: x + 0, stage), None))
+
+
+def fails(stage):
+    jax.jit(lambda stage: jax.tree.map(lambda x: x + 1, stage), donate_argnums=0)(stage)
+    raise ValueError("out of luck")
+
+
+def test_a_stage_that_is_lost_or_freed_is_a_transfer_error():
+    lost, freed = Case(ONE, ONE), Case(ONE, ONE)
+    with pytest.raises(ValueError, match="out of luck"):
+        lost.theirs.replace(fails)
+    freed.producer.close()
+    for case, why in ((lost, "lost"), (freed, "freed")):
+        with pytest.raises(TransferError, match=f"stage on the devices is gone: {why}"):
+            case.theirs.read(lambda stage: stage)
+    fetch = lost.consumer.fetch(lost.offer(), lost.into)
+    assert "the stage on the devices is gone: lost" in str(fetch.error)
+
+
+def test_a_connector_that_is_closed_gives_the_devices_memory_back():
+    case = Case(ONE, ONE)
+    assert case.consumer.fetch(case.offer(), case.into).poll() == "done"
+    arrays = [weakref.ref(x) for memory in (case.theirs, case.mine) for x in memory.read(lambda stage: stage)]
+    case.producer.close()
+    case.consumer.close()
+    gc.collect()
+    assert [array() for array in arrays] == [None] * 4
 
 
 def test_addresses_are_those_of_the_ranks_in_order():
