@@ -1,6 +1,7 @@
 """Engines from options: pools are sized, programs compiled and joined with a scheduler; and two of them as one."""
 
 import dataclasses
+import logging
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ from glmjax.sharding.layout import Layout
 from glmjax.sharding.partition import param_specs
 from glmjax.sharding.relayout import KVSharding
 from glmjax.step_io import MAX_BANNED
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +118,7 @@ def build_engine(
     exchange, handoffs = None, None
     if peers is not None:
         exchange, handoffs = _handoffs(config, programs, options, sizes, peers)
+    _say(options, sizes)
     scheduler: Scheduler | DataParallelScheduler
     if layout.dp == 1:
         scheduler = Scheduler(limits, eos_ids, handoffs[0] if handoffs else None)
@@ -131,6 +135,22 @@ def build_engine(
         max_banned_ids=MAX_BANNED,
         seed=options.seed,
     )
+
+
+def _say(options: EngineOptions, sizes: PoolSizes) -> None:
+    """What was chosen where the options did not say."""
+    where = "in host memory" if sizes.offload is not None else "on the devices"
+    log.info(
+        "KV cache: %d tokens in %d blocks %s for each data-parallel rank, %s; requests of up to %d tokens",
+        sizes.num_blocks * sizes.block_size,
+        sizes.num_blocks,
+        where,
+        options.cache_dtype,
+        sizes.max_model_len,
+    )
+    if sizes.stage is not None:
+        where = "on the devices" if sizes.stage.on_device else "in host memory"
+        log.info("KV on its way between engines: %d tokens %s", sizes.stage.num_blocks * sizes.block_size, where)
 
 
 def _handoffs(

@@ -197,7 +197,10 @@ class EngineOptions:
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
                 if field.name in of_roles and value != field.default:
-                    raise ConfigError(f"{field.name} must be left at {field.default!r} without role, got {value!r}")
+                    raise ConfigError(
+                        f"{field.name} must be left at {field.default!r} without role, or prefill and decode, got "
+                        f"{value!r}"
+                    )
             return
         _one_of("role", self.role, ("prefill", "decode"))
         if self.prefill is not None:

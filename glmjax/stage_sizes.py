@@ -94,8 +94,12 @@ def blocks_on_host(options: EngineOptions, dp: int, longest: int, block_bytes: i
     blocks = max(longest, min(2 * longest, int(STAGE_GIB * GIB / block_bytes)))
     if options.connector_stage_gib is not None:
         blocks = int(options.connector_stage_gib * GIB / block_bytes)
+    if blocks < 1:
+        raise ConfigError(
+            f"connector_stage_gib={options.connector_stage_gib:g} holds no block: one takes {block_bytes / GIB:.4f} GiB"
+        )
     need, free = blocks * block_bytes * dp, available_bytes()
-    if blocks < 1 or need > HOST_SHARE * free:
+    if need > HOST_SHARE * free:
         raise ConfigError(
             f"a stage of {blocks} blocks of {block_bytes / GIB:.4f} GiB for each of {dp} data-parallel ranks takes "
             f"{need / GIB:.1f} GiB, and {HOST_SHARE:.0%} of the {free / GIB:.1f} GiB of free memory are to be had: set "

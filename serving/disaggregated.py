@@ -73,10 +73,12 @@ class DisaggregatedEngine:
         return self.decode.fault or (self.prefill.fault if self.on_failure == "fail" else None)
 
     def step(self) -> None:
-        """A step of either engine that has something to do."""
-        for engine in (self.prefill, self.decode):
-            if engine.has_work:
-                engine.step()
+        """A step of either engine that has something to do, if only to take back what has been fetched."""
+        leased = any(rank.handoff is not None and rank.handoff.has_leases for rank in self.prefill.scheduler.ranks)
+        if leased or self.prefill.has_work:
+            self.prefill.step()
+        if self.decode.has_work:
+            self.decode.step()
 
     def stats(self) -> dict[str, int]:
         """The decode engine's, and the prefill engine's under names that begin with ``prefill_``."""

@@ -5,6 +5,7 @@ becomes a real one.  Signals are handled only where somebody waits in the main t
 """
 
 import errno
+import logging
 import signal
 import socket
 import threading
@@ -16,6 +17,10 @@ from starlette.types import ASGIApp
 
 from glmjax.errors import GlmjaxError
 
+log = logging.getLogger(__name__)
+
+ABORT_SECONDS = 5  # in which answers must be over once they are aborted
+QUIET_SECONDS = 1  # of waiting that needs no word
 BACKLOG = 2048
 
 
@@ -25,10 +30,11 @@ class Server:
     Args:
       app: what answers.
       host, port: where to listen; port 0 takes a free one.
-      on_close: called once when the server is down, e.g. to close the engine.
+      on_close: called once when the server takes no more calls, e.g. to close the engine: answers that are still
+        under way after the grace period end with that.
       fault: says what has gone wrong for good, if anything has: whoever waits is told.
-      grace_s: seconds that answers in flight get to end when the server closes; then they are
-        cancelled, which aborts their requests.
+      grace_s: seconds that answers in flight get to end when the server closes; then their
+        requests are aborted.
       log_level: of uvicorn; access lines come at "info" if ``access_log``.
 
     Attributes:
@@ -51,7 +57,7 @@ class Server:
         self.host = host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{_in_url(host)}:{self.port}"
-        self._on_close, self.fault = on_close, fault
+        self._on_close, self.fault, self._grace = on_close, fault, grace_s
         self._closing = threading.Lock()
         self._closed = False
         config = uvicorn.Config(
@@ -59,7 +65,7 @@ class Server:
             log_level=log_level,
             access_log=access_log,
             server_header=False,
-            timeout_graceful_shutdown=grace_s,
+            timeout_graceful_shutdown=grace_s + ABORT_SECONDS,
             timeout_keep_alive=75,
         )
         self._uvicorn = _Uvicorn(config)
@@ -103,10 +109,15 @@ class Server:
                 return
             self._closed = True
             self._uvicorn.should_exit = True
-            self._thread.join()
-            self._socket.close()
+            self._thread.join(min(self._grace, QUIET_SECONDS))
+            if self._thread.is_alive():
+                log.info("closing: answers that are under way have %d s to end", self._grace)
+                self._thread.join(max(0, self._grace - QUIET_SECONDS))
+            # Answers that are still under way are ended properly by who gives them.
             if self._on_close is not None:
                 self._on_close()
+            self._thread.join()
+            self._socket.close()
 
     def __enter__(self) -> "Server":
         return self

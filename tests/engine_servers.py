@@ -56,11 +56,11 @@ def make_engine(
     return Engine(Scheduler(config, (), handoff), runner, TOKENIZER.raw, Clock(), vocab_size=VOCAB)
 
 
-def start_server(engine, role, api_keys=()):
+def start_server(engine, role=None, api_keys=(), grace_s=5):
     """Its HTTP server, which closes it."""
     engine.start()
     options = HttpOptions(model_names=("fake",), role=role, api_keys=api_keys)
-    return Server(build_app(engine, TOKENIZER, options), port=0, on_close=engine.close)
+    return Server(build_app(engine, TOKENIZER, options), port=0, on_close=engine.close, grace_s=grace_s)
 
 
 @contextlib.contextmanager

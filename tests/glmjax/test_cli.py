@@ -301,7 +301,7 @@ def test_serve_says_where_it_is_and_ends_on_interrupt(folder):
         out, err = server.communicate(timeout=60)
         assert (out, server.returncode) == ("", 0)
         said = [re.sub(LINE, "", line) for line in err.splitlines()]
-        assert [line.split(":")[0] for line in said] == ["Loading small"] * 2 + ["Compiling"] * 2, err
+        assert [line.split(":")[0] for line in said] == ["Loading small"] * 2 + ["Compiling"] * 2 + ["KV cache"], err
     finally:
         server.kill()
         server.wait()

@@ -100,8 +100,13 @@ def test_the_stage_holds_two_of_the_longest_requests_or_one_where_two_are_large(
     assert blocks_on_host(engine_options(connector_stage_gib=1, role="decode"), 1, 100, 1 << 26) == 16
 
 
-@pytest.mark.parametrize(("gib", "dp"), [(1e-6, 1), (10000, 1), (100, 100)])
-def test_a_stage_that_is_too_small_or_too_large_is_refused(gib, dp, monkeypatch):
+def test_a_stage_that_holds_no_block_is_refused():
+    with pytest.raises(ConfigError, match=r"connector_stage_gib=1e-06 holds no block: one takes 0.0010 GiB"):
+        blocks_on_host(engine_options(connector_stage_gib=1e-6, role="decode"), 1, 100, 1 << 20)
+
+
+@pytest.mark.parametrize(("gib", "dp"), [(10000, 1), (100, 100)])
+def test_a_stage_that_is_too_large_is_refused(gib, dp, monkeypatch):
     monkeypatch.setattr(glmjax.stage_sizes, "available_bytes", lambda: 1000 * GIB)
     with pytest.raises(ConfigError, match=r"set connector_stage_gib"):
         blocks_on_host(engine_options(connector_stage_gib=gib, role="decode"), dp, 100, 1 << 20)
