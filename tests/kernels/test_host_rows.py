@@ -224,7 +224,7 @@ def test_address_is_read_by_the_kernel():
 
     compiled = compile_for_h200(program, *abstract(*BY_ADDRESS[:3]), mesh=h200_mesh())
     (code,) = [code for code in machine_code(compiled.executable) if code.blocks is not None]
-    check_code(code, "LDG.E.128", "STG.E.128")
+    check_code(code, "LDGSTS", "STG.E.128")
     rows = COUNT * ROWS
     assert compiled.memory.outputs == rows * SIZE and compiled.memory.temporaries < 16 * rows
     assert "call-start" not in compiled.hlo

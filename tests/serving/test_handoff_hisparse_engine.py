@@ -4,6 +4,7 @@ import functools
 
 import drafting_model
 import hisparse_engine
+import jax.numpy as jnp
 import pytest
 from drafting_model import CONFIG
 from hisparse_engine import PAGE, PAGES, K, LitteredRunner, check_returned, greedy, least_pages, prompt, region_pages
@@ -13,6 +14,7 @@ from glmjax.serving.disaggregated import DisaggregatedEngine
 from glmjax.serving.exchange import DeviceExchange, HostExchange
 from glmjax.serving.handoff import Collector, Handoff
 from glmjax.serving.runner import ProgramRunner
+from glmjax.serving.transfer.device_memory import DeviceMemory
 from glmjax.serving.transfer.factory import make_connector
 from glmjax.serving.transfer.job import Settings
 from glmjax.serving.transfer.memory import describe
@@ -31,6 +33,15 @@ def exchange(programs, kind):
     return kind(programs, STAGE)
 
 
+def fresh_memory(programs, kind):
+    """The exchange's, for two more engines: those that are closed have freed theirs."""
+    found = exchange(programs, kind)
+    if kind is DeviceExchange:
+        stage = programs.abstract_stage(STAGE)
+        found.memory = DeviceMemory(tuple(jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in stage))
+    return found.memory
+
+
 class Receiver(LitteredRunner):
     def __init__(self, programs, kind):
         super().__init__(programs)
@@ -39,7 +50,7 @@ class Receiver(LitteredRunner):
 
 def hand_over(engine, programs, name, hub, kind, *, inline):
     """Makes an engine known to others."""
-    where, num_drafts, rows = programs.layout, programs.speculation.num_drafts, exchange(programs, kind).memory
+    where, num_drafts, rows = programs.layout, programs.speculation.num_drafts, fresh_memory(programs, kind)
     info = describe(
         CONFIG,
         rows,

@@ -13,7 +13,7 @@ from transfer_case import noise, peer
 from glmjax.serving.clock import Clock
 from glmjax.serving.transfer.channel import ChannelServer, call
 from glmjax.serving.transfer.factory import make_connector
-from glmjax.serving.transfer.interface import TransferError
+from glmjax.serving.transfer.interface import PROTOCOL, TransferError
 
 
 @contextlib.contextmanager
@@ -85,9 +85,9 @@ def test_the_server_outlives_bad_calls():
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ({"verb": "hello"}, "protocol is None there and 1 here"),
-        ({"verb": "hello", "protocol": 2}, "protocol is 2 there and 1 here"),
-        ({"verb": "hello", "protocol": 1, "info": {"engine_id": "x"}}, "does not say who it is"),
+        ({"verb": "hello"}, f"protocol is None there and {PROTOCOL} here"),
+        ({"verb": "hello", "protocol": 1}, f"protocol is 1 there and {PROTOCOL} here"),
+        ({"verb": "hello", "protocol": PROTOCOL, "info": {"engine_id": "x"}}, "does not say who it is"),
         ({"verb": "begin", "engine": "d", "request": "r"}, "'r' is not on offer"),
         ({"verb": "dance", "engine": "d", "request": "r"}, "'r' is not on offer"),
         ({"verb": "begin", "engine": "e"}, "engine e is not here, but d"),

@@ -8,14 +8,23 @@ from transfer_case import peer
 
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError, RequestError
-from glmjax.serving.transfer.interface import INDEX, MLA, MUST_MATCH, Offer, PeerInfo, check_compatible, fingerprint
+from glmjax.serving.transfer.interface import (
+    INDEX,
+    MLA,
+    MUST_MATCH,
+    PROTOCOL,
+    Offer,
+    PeerInfo,
+    check_compatible,
+    fingerprint,
+)
 from glmjax.serving.transfer.memory import describe, memory
 from glmjax.serving.transfer.params import asks_for_offer, from_params, to_params
 from glmjax.sharding.relayout import KVSharding
 
 MINE = peer("d")
 OTHER = {
-    "protocol": 2,
+    "protocol": PROTOCOL + 1,
     "glmjax_version": "0.2.0",
     "connector": "nixl",
     "model": "large",
