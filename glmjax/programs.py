@@ -348,17 +348,7 @@ class Programs:
 
     def block_copies(self) -> BlockCopies:
         """Compiles the copies of whole blocks for handing requests over, see ``glmjax.handoff``."""
-        self.compilations += 2 if self.offload is None else 1
-        host = None if self.offload is None else self.abstract_host()
-        return BlockCopies(
-            self.abstract_cache(),
-            self.block_size,
-            COPIED_BLOCKS,
-            self.layout,
-            self.mesh,
-            self._compiler_options,
-            host,
-        )
+        return BlockCopies(self.abstract_cache(), *self._to_copy_blocks())
 
     def abstract_stage(self, num_blocks: int) -> Any:
         """A stage on the devices with so many blocks of each rank, see ``glmjax.stage``."""
@@ -368,18 +358,13 @@ class Programs:
 
     def stage_copies(self, stage: Any) -> StageCopies:
         """Compiles the copies of whole blocks between the pools and such a stage."""
+        return StageCopies(self.abstract_cache(), stage, *self._to_copy_blocks())
+
+    def _to_copy_blocks(self) -> tuple[Any, ...]:
+        """What both kinds of copies are told alike: one way is compiled where rows are in two tiers, else both."""
         self.compilations += 2 if self.offload is None else 1
         host = None if self.offload is None else self.abstract_host()
-        return StageCopies(
-            self.abstract_cache(),
-            stage,
-            self.block_size,
-            COPIED_BLOCKS,
-            self.layout,
-            self.mesh,
-            self._compiler_options,
-            host,
-        )
+        return self.block_size, COPIED_BLOCKS, self.layout, self.mesh, self._compiler_options, host
 
     def _compile_transfers(self, offload: Offload) -> Transfers:
         self.compilations += 2
