@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from glmjax.kernels import few_rows
+from glmjax.kernels.grouped_matmul import grouped_swiglu
 from glmjax.kernels.index_scores import index_scores
 from glmjax.kernels.topk import select_top_k
 
@@ -88,11 +90,39 @@ def from_a_stack() -> Iterator[tuple[str, str, float]]:
         return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
 
     any_order = few_rows.COMPILER_OPTIONS
-    for rows in (1, 4):
+    for rows in (1, 4, 16):
         x, what = jax.random.normal(jax.random.key(9), (rows, 512)), f"8 layers of a stack, {rows} rows"
         yield what, "last axes contracted", median_ms(layers(contracted), x, stack)
         yield what, "a reduction for each row", median_ms(layers(few_rows.multiply), x, stack)
         yield what, "the same, sums in any order", median_ms(layers(few_rows.multiply), x, stack, options=any_order)
+
+
+def experts() -> Iterator[tuple[str, str, float]]:
+    """Seven layers of 32 experts of 512 x 256, of which every token chooses four."""
+    gate_up = jax.random.normal(jax.random.key(10), (7, 32, 2, 256, 512))
+    down = jax.random.normal(jax.random.key(11), (7, 32, 512, 256))
+
+    def layers(x: jax.Array, ids: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        def one(i: jax.Array, x: jax.Array) -> jax.Array:
+            return x + 1e-3 * grouped_swiglu(x, ids, gate_up, down, layer=i).sum(axis=1)
+
+        return jax.lax.fori_loop(0, len(gate_up), one, x)
+
+    library, own = "a matrix product for a tile of 8 rows", f"tiles of 2 or {few_rows.FEW} rows in place"
+    for rows in (4, 16, 64):
+        x, what = jax.random.normal(jax.random.key(12), (rows, 512)), f"7 layers of experts, {rows} rows"
+        ids = jax.random.permutation(jax.random.key(13), jnp.tile(jnp.arange(32), (rows, 1)), axis=1, independent=True)
+        arguments = x, ids[:, :4], gate_up, down
+        with mock.patch.object(few_rows, "suits", lambda *_: False):
+            yield what, library, _anew(layers, arguments)
+        with mock.patch.object(few_rows, "loop_on_all_cores", lambda index: index):
+            yield what, f"{own}, one kernel for the loop", _anew(layers, arguments)
+        yield what, f"{own}, a sort in the loop", _anew(layers, arguments)
+
+
+def _anew(f: Callable[..., jax.Array], arguments: tuple[jax.Array, ...]) -> float:
+    """Traced again, since what was replaced is no argument."""
+    return median_ms(lambda *x: f(*x), *arguments, options=few_rows.COMPILER_OPTIONS)
 
 
 def top_k() -> Iterator[tuple[str, str, float]]:
@@ -123,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
-    rows = [row for group in (weights, single_row, from_a_stack, top_k, scores) for row in group()]
+    rows = [row for group in (weights, single_row, from_a_stack, experts, top_k, scores) for row in group()]
     if args.json:
         print(json.dumps([{"what": w, "how": h, "ms": round(ms, 3)} for w, h, ms in rows], indent=1))
         return

@@ -142,18 +142,20 @@ def _own_keys(cache: KVCache, indexer: jax.Array | int, tables: jax.Array, block
         keys, scale = read_index_keys(cache, indexer, part, share.block_size)
         return keys, scale, position(i * chunk + jnp.arange(chunk, dtype=jnp.int32))
 
-    return KeySource(
-        chunk, read, lambda context: cp.local_length(context, layout.dcp, rank, layout.interleave), position
-    )
+    def count(context: jax.Array) -> jax.Array:
+        return cp.local_length(context, layout.dcp, rank, layout.interleave)
+
+    return KeySource(chunk, tables.shape[1] // blocks, read, count, position)
 
 
 def _gathered_keys(view: KVCache, blocks: int, share: Share) -> KeySource:
     """The keys of every position, in the gathered copy."""
     blocks = max(1, min(blocks // share.layout.dcp, share.block_tables.shape[1]))
     chunk = blocks * share.block_size * share.layout.dcp
+    chunks = -(-share.block_tables.shape[1] * share.block_size * share.layout.dcp // chunk)
 
     def read(i: jax.Array) -> Keys:
         positions = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         return *read_gathered_keys(view, positions, share), positions
 
-    return KeySource(chunk, read, lambda context: context, lambda i: i)
+    return KeySource(chunk, chunks, read, lambda context: context, lambda i: i)

@@ -43,7 +43,8 @@ def linear(x: jax.Array, weight: Weight, out_dtype: DTypeLike | None = None) -> 
     """x Wᵀ: [..., in] times [out, in] -> [..., out], accumulated in float32; in x's dtype unless told otherwise."""
     if isinstance(weight, QuantizedWeight) and out_dtype is None:
         return block_fp8_matmul(x, weight.values, weight.scale, weight.layer)
-    return block_fp8.matmul(x, as_array(weight, x.dtype), out_dtype)
+    quantized = isinstance(weight, QuantizedWeight)
+    return block_fp8.matmul(x, as_array(weight, x.dtype), out_dtype, dequantized=quantized)
 
 
 def linear_by_head(x: jax.Array, weight: jax.Array) -> jax.Array:

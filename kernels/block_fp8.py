@@ -57,16 +57,21 @@ def weight_dtype(x: jax.Array) -> jnp.dtype:
     round in it takes longer than all the rest.
     """
     *lead, K = x.shape
-    return jnp.dtype(jnp.float32) if few_rows.suits(math.prod(lead), K) else x.dtype
+    return jnp.dtype(jnp.float32) if few_rows.suits(math.prod(lead), K, few_rows.FEW) else x.dtype
 
 
-def matmul(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None) -> jax.Array:
+def matmul(
+    x: jax.Array, weight: jax.Array, out_dtype: DTypeLike | None = None, *, dequantized: bool = False
+) -> jax.Array:
     """x Wᵀ: [..., K] times [R, K] -> [..., R] in x's dtype unless told otherwise, accumulated in float32.
 
     float32 products are float32 products, on GPUs too, where XLA would take TF32.
+
+    Args:
+      dequantized: the weight is from ``dequantize``, in ``weight_dtype``, and not from memory.
     """
     *lead, K = x.shape
-    if few_rows.suits(math.prod(lead), K):
+    if few_rows.suits(math.prod(lead), K, few_rows.FEW if dequantized else few_rows.MOST):
         out = few_rows.multiply(x.reshape(-1, K), weight).reshape(*lead, -1)
     else:
         precision = "highest" if x.dtype == jnp.float32 else None

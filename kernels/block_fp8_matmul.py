@@ -43,4 +43,4 @@ def block_fp8_matmul(
         return out.reshape(*lead, -1)
     if layer is not None:
         values, scale = take(values, layer), scale[layer]
-    return matmul(x, dequantize(values, scale, weight_dtype(x)))
+    return matmul(x, dequantize(values, scale, weight_dtype(x)), dequantized=True)

@@ -5,21 +5,22 @@ and written before the product reads it again, which for a few rows takes longer
 that XLA writes itself, with the indexing in them, on two conditions:
 
 - Several arrays are reduced at once. The reduction of a single one also goes to the library, or is cut in two. So there
-  is one array for each row, and a single row gives two halves.
+  is one array for each row, and a single row gives two halves. More than four rows are taken four at a time: the second
+  four find the weight in the cache.
 - The program may add in any order, see ``COMPILER_OPTIONS``. If not, the loop takes one number at a time; the result is
   as good, but the time is that of before or more.
 
-With more rows the copy matters less, and the library is the faster one.
+With more than 16 rows the copy matters less, and the library is the faster one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from glmjax.kernels.choose import target_device
 
-FEW = 4
+FEW, MOST = 4, 16  # rows at a time, and in all
 # For programs on a CPU: sums in any order, and of what else "fast math" stands for only that zero has no sign.
 COMPILER_OPTIONS: Mapping[str, bool] = {
     "xla_cpu_enable_fast_math": True,
@@ -30,26 +31,41 @@ COMPILER_OPTIONS: Mapping[str, bool] = {
 }
 
 
-def suits(rows: int, depth: int) -> bool:
-    """Whether these are few enough rows [rows, depth], for a program on a CPU."""
-    return 1 <= rows <= FEW and (rows > 1 or depth % 2 == 0) and target_device()[0] == "cpu"
+def suits(rows: int, depth: int, most: int = MOST) -> bool:
+    """Whether these are few enough rows [rows, depth], for a program on a CPU.
+
+    Args:
+      most: FEW for a weight that is not read but computed, which more rows would do again.
+    """
+    return 1 <= rows <= most and (rows > 1 or depth % 2 == 0) and target_device()[0] == "cpu"
+
+
+def loop_on_all_cores(index: jax.Array) -> jax.Array:
+    """The index [], from within a loop, in a way that leaves the loop's operations to all cores.
+
+    XLA's CPU backend makes one kernel, which one core runs, of a loop without a sort or a call of a library in it.
+    """
+    return jax.lax.sort(jnp.stack([index, index]))[0]
 
 
 def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [T, ..., K] times weight [..., R, K] -> [T, ..., R] float32."""
+    if x.shape[0] > FEW:
+        passes = jnp.array_split(x, -(-x.shape[0] // FEW))
+        return jnp.concatenate([multiply(rows, weight) for rows in passes])
     # What computes x stays out of the loop, which would do it again for each of the R.
     rows = jax.lax.optimization_barrier(x).astype(jnp.float32)
     terms = [weight.astype(jnp.float32) * row[..., None, :] for row in rows]
     if len(terms) == 1:
         halves = jnp.split(terms[0], 2, axis=-1)
-        return _sums(halves, weight.ndim - 1).sum(axis=0, keepdims=True)
-    return _sums(terms, weight.ndim - 1)
+        return sums(halves, weight.ndim - 1).sum(axis=0, keepdims=True)
+    return sums(terms, weight.ndim - 1)
 
 
-def _sums(terms: list[jax.Array], axis: int) -> jax.Array:
-    """The arrays' sums along an axis, stacked."""
+def sums(terms: Sequence[jax.Array], axis: int) -> jax.Array:
+    """Sums of several arrays of one shape and type along an axis, stacked: one loop with what computes the terms."""
 
     def add(total: tuple[jax.Array, ...], term: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(a + b for a, b in zip(total, term, strict=True))
 
-    return jnp.stack(jax.lax.reduce(tuple(terms), (jnp.float32(0),) * len(terms), add, (axis,)))
+    return jnp.stack(jax.lax.reduce(tuple(terms), (jnp.zeros((), terms[0].dtype),) * len(terms), add, (axis,)))

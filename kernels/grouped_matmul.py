@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from glmjax.kernels import few_rows
 from glmjax.kernels.block_fp8 import BLOCK, dequantize, matmul, take, weight_dtype
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.grouped_schedule import group_by_expert, tile_rows
@@ -78,7 +79,7 @@ def grouped_swiglu(
             weight = weight.astype(x.dtype)
         else:
             weight = dequantize(weight, scale[layer, expert], weight_dtype(rows))
-        return matmul(rows, weight.reshape(-1, rows.shape[1]))
+        return matmul(rows, weight.reshape(-1, rows.shape[1]), dequantized=scale is not None)
 
     def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
         gate, up = jnp.split(multiply(rows, expert, gate_up, gate_up_scale), 2, axis=-1)
@@ -117,15 +118,18 @@ def grouped_apply(x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: 
     T, k = expert_ids.shape
     if T * k <= UNROLL_PAIRS:
         return _apply_pairs(x, expert_ids, apply)
-    tile = tile_rows(T * k, num_experts)
+    in_place = few_rows.suits(2, x.shape[1])
+    tile = tile_rows(T * k, num_experts, in_place=in_place)
     places, tile_experts, num_tiles, max_tiles = group_by_expert(expert_ids.reshape(-1), num_experts, tile)
     # Row of x for every place of the tiled order; unused places read row 0 and are never read back.
     source = jnp.zeros(max_tiles * tile, jnp.int32)
     source = source.at[places].set(jnp.arange(T * k, dtype=jnp.int32) // k, mode="drop")
 
     def one(i: jax.Array, out: jax.Array) -> jax.Array:
-        rows = x[jax.lax.dynamic_slice_in_dim(source, i * tile, tile)]
-        return jax.lax.dynamic_update_slice_in_dim(out, apply(tile_experts[i], rows), i * tile, axis=0)
+        rows, expert = x[jax.lax.dynamic_slice_in_dim(source, i * tile, tile)], tile_experts[i]
+        if in_place:
+            expert = few_rows.loop_on_all_cores(expert)
+        return jax.lax.dynamic_update_slice_in_dim(out, apply(expert, rows), i * tile, axis=0)
 
     out = jax.lax.fori_loop(0, num_tiles, one, jax.lax.empty((max_tiles * tile, x.shape[1]), x.dtype))
     return out.at[places].get(mode="fill", fill_value=0).reshape(T, k, -1)

@@ -4,18 +4,30 @@ Pairs (token, choice) are sorted by expert, and each expert's group starts at a 
 one expert; experts that nobody chose have no tile.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+SMALL_GROUP = 8
+MOST_ROWS = 160  # of a tile on a CPU
+SPREAD = 1.2  # standard deviations: seven of eight groups are no larger, if every expert is as likely
 
-def tile_rows(pairs: int, num_experts: int) -> int:
-    """Rows of a tile on a CPU: a power of two from 8, near the mean group.
 
-    Small tiles cost as much as their expert's weights, so most groups should be one tile; large ones cost padding.
+def tile_rows(pairs: int, num_experts: int, *, in_place: bool = False) -> int:
+    """Rows of a tile on a CPU: 2 or 4 for small groups if such tiles read weights in place, else a multiple of 8.
+
+    A tile in place costs by its rows and little for its weights, which for an expert's second tile are in the cache.
+    Else padding costs as much as rows do, and a small tile as much as its expert's weights. So most groups, of random
+    sizes about the mean, should fill one tile, or a few if they are large.
     """
-    mean = -(-pairs // num_experts)
-    return min(128, max(8, 1 << (mean - 1).bit_length()))
+    mean = pairs / num_experts
+    if in_place and mean <= SMALL_GROUP:
+        return 2 if mean <= SMALL_GROUP / 2 else 4
+    large = mean + SPREAD * math.sqrt(mean)
+    tiles = math.ceil(large / MOST_ROWS)
+    return 8 * max(1, math.ceil(large / (8 * tiles)))
 
 
 def tile_tokens(pairs: int, num_experts: int) -> int:
@@ -23,7 +35,8 @@ def tile_tokens(pairs: int, num_experts: int) -> int:
 
     Padding is cheap there and a second tile reads its expert's weights again, so nearly all groups should be one tile.
     """
-    return tile_rows(2 * pairs, num_experts)
+    twice_mean = -(-2 * pairs // num_experts)
+    return min(128, max(8, 1 << (twice_mean - 1).bit_length()))
 
 
 def group_by_expert(expert_ids: jax.Array, num_experts: int, tile: int) -> tuple[jax.Array, jax.Array, jax.Array, int]:

@@ -1,9 +1,9 @@
 """The lightning indexer as one operation: each query's keys of the highest score, without the scores' matrix.
 
 On a Hopper GPU one kernel scores and selects (``index_topk_triton``). The jnp form, ``scan_context``, walks over tiles
-of queries and, for each, over chunks of the context with a running selection, which takes a few chunks' scores at once,
-for it costs about as much for four chunks as for one: memory does not grow with the context, and work follows the
-longest request of the batch, not the width of its block table.
+of queries and, for each, over chunks of the context with a running selection: memory does not grow with the context,
+and work follows what the tile's queries see, not the width of their block tables. The selection takes a few chunks'
+scores at once, for it costs about as much for four chunks as for one, unless there is only one.
 """
 
 import dataclasses
@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.index_limits import FP8, KEY_BLOCK, k_obstacle, key_obstacle
 from glmjax.kernels.index_scores import flat_pool, index_scores, read_blocks
-from glmjax.kernels.topk import in_order, merge_top_k
+from glmjax.kernels.topk import best_of, in_order, merge_top_k
 
 CONTEXT_CHUNK = 2048  # keys of a chunk at most
 CHUNK_KEYS = 16384  # keys of a chunk at most, over all requests
 TILE_SCORES = 1 << 18  # scores of a chunk: 1 MiB
+TILE_QUERIES = 128  # of a request in a tile at most: tiles of a prompt's beginning see less, some no more than k
 RUN = 4  # chunks that are scored before their best are selected
 
 Keys = tuple[jax.Array, jax.Array | None, jax.Array]  # [R, C, d], scales [R, C] or None, positions [C]
@@ -32,12 +33,14 @@ class KeySource:
 
     Attributes:
       chunk: keys of a chunk.
+      chunks: of the longest context.
       read: chunk number -> the keys of every request, their scales and their positions, ascending.
       count: how many keys there are of a context of so many tokens.
       position: i -> the position of the i-th key.
     """
 
     chunk: int
+    chunks: int
     read: Callable[[jax.Array], Keys]
     count: Callable[[jax.Array], jax.Array]
     position: Callable[[jax.Array], jax.Array]
@@ -94,7 +97,7 @@ def index_top_k(
         positions = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         return *read_blocks(keys, scale, here, block_size), positions
 
-    source = KeySource(chunk, read, lambda context: context, lambda i: i)
+    source = KeySource(chunk, blocks.shape[1] // per_chunk, read, lambda context: context, lambda i: i)
     return in_order(*scan_context(k, source, query, head_weights, visible - 1, scored=True))
 
 
@@ -127,10 +130,10 @@ def scan_context(
       scored: give every key its score; else all have 0 where none of the queries sees more than k.
     """
     R, Q = positions.shape
-    tile = max(1, min(Q, TILE_SCORES // (R * source.chunk)))
-    if tile >= Q:
+    tiles = -(-Q // max(1, min(TILE_QUERIES, TILE_SCORES // (R * source.chunk))))
+    if tiles == 1:
         return _select_tile(k, source, query, weights, positions, scored)
-    tiles = -(-Q // tile)
+    tile = -(-Q // tiles)
 
     def cut(x: jax.Array, value: int = 0) -> jax.Array:
         pad = [(0, 0), (0, tiles * tile - Q)] + [(0, 0)] * (x.ndim - 2)
@@ -159,20 +162,33 @@ def _select_tile(
         return jnp.where(seen, 0.0, -jnp.inf), jnp.where(seen, every, -1)
 
     chunks = (source.count(context) + source.chunk - 1) // source.chunk
-    held = RUN * source.chunk
 
-    def best(_: None) -> Best:
+    def one_chunk(_: None) -> Best:
+        keys, scale, places = source.read(jnp.int32(0))
+        scores = index_scores(query, weights, keys, scale, positions, places)
+        return best_of(scores, jnp.broadcast_to(places, scores.shape), k)
+
+    run_chunks = min(RUN, source.chunks)
+    held = run_chunks * source.chunk
+
+    def runs(_: None) -> Best:
         def add(run: jax.Array, carry: Best) -> Best:
+            first = run * run_chunks
+
             def score(i: jax.Array, scores: jax.Array) -> jax.Array:
-                keys, scale, places = source.read(run * RUN + i)
+                keys, scale, places = source.read(first + i)
                 part = index_scores(query, weights, keys, scale, positions, places)
                 return jax.lax.dynamic_update_slice_in_dim(scores, part, i * source.chunk, axis=2)
 
             none = jnp.full((R, q, held), -jnp.inf)
-            scores = jax.lax.fori_loop(0, jnp.minimum(RUN, chunks - run * RUN), score, none)
+            scores = jax.lax.fori_loop(0, jnp.minimum(run_chunks, chunks - first), score, none)
             return merge_top_k(*carry, scores, source.position(run * held + jnp.arange(held, dtype=jnp.int32)))
 
         start = (jnp.full((R, q, k), -jnp.inf), jnp.full((R, q, k), -1, jnp.int32))
-        return jax.lax.fori_loop(0, (chunks + RUN - 1) // RUN, add, start)
+        return jax.lax.fori_loop(0, (chunks + run_chunks - 1) // run_chunks, add, start)
 
-    return best(None) if scored else jax.lax.cond(context <= k, everything, best, None)
+    ways = [one_chunk] if source.chunks == 1 else [one_chunk, runs]
+    way = (chunks > 1).astype(jnp.int32)
+    if not scored:
+        ways, way = [everything, *ways], jnp.where(context <= k, 0, 1 + way)
+    return jax.lax.switch(way, ways, None)

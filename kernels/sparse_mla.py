@@ -4,7 +4,7 @@
 on a Hopper GPU by its own kernel (``sparse_mla_hopper``).
 
 The jnp form walks over tiles of queries and, within a tile, over chunks of the selected rows with an online softmax, so
-that its temporaries stay in cache and rows that do not exist (short contexts) cost nothing.
+that its temporaries stay in cache and rows that do not exist (short contexts) cost nothing, or little.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from glmjax.kernels.sparse_mla_shapes import find_obstacle
 GatherRows = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 ROW_CHUNK = 512  # selected rows handled at once
+WIDTHS, WIDTH_STEP = 4, 64  # a tile takes the quarters of a single chunk that it needs, whole multiples of 64 rows
 TILE_ELEMENTS = 1 << 20  # gathered elements of a tile: 4 MiB in float32
 
 
@@ -58,8 +59,21 @@ def sparse_mla(
         extra = [(0, tiles * tile - T)] + [(0, 0)] * (x.ndim - 1)
         return jnp.pad(x, extra, constant_values=value).reshape(tiles, tile, *x.shape[1:])
 
-    inputs = (pad(query_latent), pad(query_rope), pad(rows, -1))
-    out, lse = jax.lax.map(lambda x: _tile(x[0], x[1], x[2], gather, scale, chunk), inputs)
+    step = -(-chunk // (WIDTHS * WIDTH_STEP)) * WIDTH_STEP
+
+    def attend(tile: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        latent, rope, rows = tile
+
+        def take(width: int) -> Callable[[], tuple[jax.Array, jax.Array]]:
+            return lambda: _tile(latent, rope, rows[:, :width], gather, scale, min(width, chunk))
+
+        if chunk < K or step >= K:
+            return take(K)()
+        # The tiles of a prompt's beginning have fewer rows.
+        widths = [take(width) for width in (*range(step, K, step), K)]
+        return jax.lax.switch(jnp.maximum(_used(rows) - 1, 0) // step, widths)
+
+    out, lse = jax.lax.map(attend, (pad(query_latent), pad(query_rope), pad(rows, -1)))
     return out.reshape(tiles * tile, *out.shape[2:])[:T], lse.reshape(tiles * tile, -1)[:T]
 
 
@@ -129,7 +143,7 @@ def _tile(
         return out.astype(query_latent.dtype), lse
 
     rows = jnp.pad(rows, [(0, 0), (0, chunks * chunk - rows.shape[1])], constant_values=-1)
-    used = jnp.max(jnp.where(rows >= 0, jnp.arange(1, rows.shape[1] + 1), 0))
+    used = _used(rows)
 
     def add(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out, lse = carry
@@ -141,6 +155,11 @@ def _tile(
     start = (jnp.zeros((t, H, latent_dim), jnp.float32), jnp.full((t, H), -jnp.inf))
     out, lse = jax.lax.fori_loop(0, (used + chunk - 1) // chunk, add, start)
     return out.astype(query_latent.dtype), lse
+
+
+def _used(rows: jax.Array) -> jax.Array:
+    """How many columns of rows [t, K] there are up to the last that is not -1."""
+    return jnp.max(jnp.where(rows >= 0, jnp.arange(1, rows.shape[1] + 1), 0))
 
 
 def _scores(

@@ -5,14 +5,17 @@ held.  Beyond a few short rows it finds the k-th largest score by bisecting the 
 all of it vectorised over rows; XLA's own top-k sorts each row on one core (spec/jax.md section 2).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glmjax.kernels import few_rows
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.index_limits import row_obstacle
 
-SORT_ROWS, SORT_SIZE = 8, 8192  # up to here, in both, jax.lax.top_k is faster
+SORT_SCORES = 8192  # up to here, of all rows together, jax.lax.top_k is faster
 CHUNK = 8192  # scores of a row that are added to a selection at once, at most
 GROUP = 16  # words of 32 entries that are counted together
 
@@ -75,11 +78,14 @@ def merge_top_k(
     Returns:
       the selection over all chunks so far, of the same form.
     """
-    k = values.shape[-1]
     places = jnp.concatenate([positions, jnp.broadcast_to(new, scores.shape)], axis=-1)
-    scores = jnp.concatenate([values, scores], axis=-1)
-    rows = int(np.prod(scores.shape[:-1]))
-    if rows <= SORT_ROWS and scores.shape[-1] <= SORT_SIZE:
+    return best_of(jnp.concatenate([values, scores], axis=-1), places, values.shape[-1])
+
+
+def best_of(scores: jax.Array, places: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k best scores [..., S] and their places [..., S], in the form that ``merge_top_k`` goes on with."""
+    rows, size = math.prod(scores.shape[:-1]), scores.shape[-1]
+    if k <= size and rows * size <= SORT_SCORES:
         # Stable: of equal scores the first, which is the lowest position, comes first.  It ranks -0 below 0.
         best, where = jax.lax.top_k(jax.lax.bitcast_convert_type(_bits(scores), jnp.float32), k)
     else:
@@ -120,25 +126,32 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _kth_largest(key: jax.Array, k: int) -> jax.Array:
-    """The largest t with at least k entries >= t, bit by bit from the top; [N, S] int32 -> [N]."""
+    """The largest t with at least k entries >= t, two bits at a time from the top; [N, S] int32 -> [N]."""
 
     def decide(i: jax.Array, t: jax.Array) -> jax.Array:
-        candidate = t + (jnp.int32(1) << (31 - i))  # the first step wraps from the least integer to 0
-        # Counts are below 2^24, so float32 holds them, and XLA's CPU float reductions are the fast ones.
-        count = jnp.sum((key >= candidate[:, None]).astype(jnp.float32), axis=-1)
-        return jnp.where(count >= k, candidate, t)
+        candidates = [t + (jnp.int32(step) << (30 - 2 * i)) for step in (1, 2, 3)]
+        # Three counts are one loop on a CPU. A single one is a call of a library, for which the comparisons are stored.
+        counts = few_rows.sums([(key >= candidate[:, None]).astype(jnp.int32) for candidate in candidates], axis=1)
+        for candidate, count in zip(candidates, counts, strict=True):
+            t = jnp.where(count >= k, candidate, t)
+        return t
 
     least = jnp.full(key.shape[:-1], jnp.iinfo(jnp.int32).min, jnp.int32)
-    return jax.lax.fori_loop(0, 32, decide, least)
+    return jax.lax.fori_loop(0, 16, decide, least)
 
 
 def _running_count(mask: jax.Array, block: int = 64) -> jax.Array:
     """Inclusive count of True along each row [N, S], as two small matrix products."""
     N, S = mask.shape
     x = jnp.pad(mask, ((0, 0), (0, -S % block))).astype(jnp.float32).reshape(N, -1, block)
-    within = x @ jnp.triu(jnp.ones((block, block), jnp.float32))
-    before = within[..., -1] @ jnp.triu(jnp.ones((x.shape[1],) * 2, jnp.float32), 1)
+    within = x @ _upper(block)
+    before = within[..., -1] @ _upper(x.shape[1], 1)
     return (within + before[..., None]).reshape(N, -1)[:, :S].astype(jnp.int32)
+
+
+def _upper(size: int, above: int = 0) -> np.ndarray:
+    """An upper triangle of ones, as a constant: XLA would compute it anew in every turn of a loop."""
+    return np.triu(np.ones((size, size), np.float32), above)
 
 
 def compact(mask: jax.Array, k: int) -> jax.Array:
@@ -152,7 +165,7 @@ def compact(mask: jax.Array, k: int) -> jax.Array:
     halves = (bits @ (2.0 ** jnp.arange(16))).astype(jnp.uint32)  # exact: below 2^16
     words = halves[..., 0] | (halves[..., 1] << 16)
     count = jax.lax.population_count(words).astype(jnp.float32)
-    through = count @ jnp.triu(jnp.ones((count.shape[1],) * 2, jnp.float32))  # inclusive
+    through = count @ _upper(count.shape[1])  # inclusive
     wanted = jnp.arange(1, k + 1, dtype=jnp.float32)
     groups = through.reshape(N, -1, GROUP)
     # XLA's CPU backend stores what these sums are of: [N, k, words] at once would be larger than any cache.

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glmjax.kernels import few_rows
 from glmjax.kernels.grouped_matmul import grouped_apply
-from glmjax.kernels.grouped_schedule import group_by_expert, group_by_expert_numpy, tile_rows
+from glmjax.kernels.grouped_schedule import (
+    MOST_ROWS,
+    SMALL_GROUP,
+    group_by_expert,
+    group_by_expert_numpy,
+    tile_rows,
+)
 
 EXPERTS, WIDTH = 5, 8
 WEIGHTS = np.random.default_rng(0).standard_normal((EXPERTS, WIDTH, WIDTH)).astype(np.float32)
@@ -38,8 +45,9 @@ def assert_equals_one_by_one(ids):
     assert (out[ids < 0] == 0).all()
 
 
-# Few sizes, so that few programs are compiled (the smallest takes its pairs one by one); what varies is the routing.
-routings = st.sampled_from([1, 7, 33]).flatmap(
+# Few sizes, so that few programs are compiled: pairs one by one, tiles of two, of four and of more rows. What varies is
+# the routing.
+routings = st.sampled_from([1, 7, 14, 33]).flatmap(
     lambda rows: st.lists(st.lists(st.integers(-1, EXPERTS - 1), min_size=2, max_size=2), min_size=rows, max_size=rows)
 )
 
@@ -60,14 +68,15 @@ def test_all_pairs_may_be_skipped():
 
 @pytest.mark.parametrize("first", [7, 8, 9, 15, 16, 17])
 def test_group_may_end_at_the_edge_of_a_tile(first):
-    assert tile_rows(80, EXPERTS) == 16
-    ids = np.where(np.arange(80) < first, 0, 3).reshape(40, 2)
+    pairs, tile = 50, 16
+    assert tile_rows(pairs, EXPERTS) == tile
+    ids = np.where(np.arange(pairs) < first, 0, 3).reshape(-1, 2)
     assert_equals_one_by_one(ids)
 
 
 def test_more_pairs_than_a_tile_may_have():
     pairs = 2 * 700
-    assert tile_rows(pairs, EXPERTS) == 128 < pairs / EXPERTS
+    assert tile_rows(pairs, EXPERTS) < pairs / EXPERTS
     assert_equals_one_by_one(np.random.default_rng(1).integers(-1, EXPERTS, (700, 2)))
 
 
@@ -116,7 +125,17 @@ def test_twin_puts_each_pair_alone_into_a_tile_of_its_expert(ids, tile):
 
 
 @given(st.integers(1, 5000), st.integers(1, 300))
-def test_tile_is_a_power_of_two_that_holds_a_mean_group(pairs, experts):
-    tile = tile_rows(pairs, experts)
-    assert tile & (tile - 1) == 0
-    assert min(128, pairs // experts) <= tile <= 128
+def test_a_few_tiles_hold_a_group_larger_than_the_mean(pairs, experts):
+    tile, mean = tile_rows(pairs, experts), pairs / experts
+    assert tile % 8 == 0
+    assert tile <= MOST_ROWS
+    assert mean < -(-mean // tile) * tile <= mean + 4 * mean**0.5 + 8 * -(-mean // tile)
+
+
+@given(st.integers(1, 5000), st.integers(1, 300))
+def test_small_groups_have_tiles_that_are_read_in_place(pairs, experts):
+    tile = tile_rows(pairs, experts, in_place=True)
+    if pairs <= SMALL_GROUP * experts:
+        assert tile in (2, few_rows.FEW)
+    else:
+        assert tile == tile_rows(pairs, experts)

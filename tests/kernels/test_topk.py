@@ -9,12 +9,21 @@ from hypothesis import strategies as st
 
 from glmjax.errors import ConfigError
 from glmjax.kernels import few_rows, topk
-from glmjax.kernels.topk import SORT_ROWS, merge_top_k, select_top_k, top_k, top_k_numpy
+from glmjax.kernels.topk import merge_top_k, select_top_k, top_k, top_k_numpy
 
 K = 64
 LENGTHS = [0, 1, K - 1, K, K + 1, 2 * K, 200]
-ROWS = [1, SORT_ROWS + 1]  # the sorting and the bisecting path
+ROWS = [1, 9]  # the sorting and the bisecting path, see below
 CHUNK = 50
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sort_one_short_row():
+    """One of these rows is sorted and nine are not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk, "SORT_SCORES", 400)
+        yield
+
 
 merge = jax.jit(merge_top_k)
 select = jax.jit(select_top_k, static_argnums=1)
@@ -149,7 +158,7 @@ def test_top_k_of_rows_with_lengths_and_nan(rows):
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 130])
 def test_top_k_of_rows_in_chunks(rows, size, monkeypatch):
     monkeypatch.setattr(topk, "CHUNK", 64)
-    monkeypatch.setattr(topk, "SORT_SIZE", 0 if size == 130 else topk.SORT_SIZE)  # few rows that are too long to sort
+    monkeypatch.setattr(topk, "SORT_SCORES", 0 if size == 130 else topk.SORT_SCORES)  # a row that is too long to sort
     scores = np.round(random_scores(rows, size) * 2)  # ties across the chunks
     values, positions = top_k(scores, K)
     expected = top_k_numpy(scores, K)
