@@ -4,11 +4,14 @@
 
 Times go from an operation's start to its end. Operations run side by side, and one that is spread over threads may wait
 for another, so the times add up to more than the step.
+
+Of a decode step it also says what it must read, and how long that takes as fast as this machine reads.
 """
 
 import collections
 import gzip
 import json
+import os
 import re
 import statistics
 import tempfile
@@ -19,6 +22,7 @@ from typing import Annotated, Any
 import jax
 import typer
 from rich.console import Console
+from support.least import least_bytes, read_bandwidth
 from support.ours import Bench, Job, Sequences
 from support.results import Point, parse_points
 from support.tables import make_table, number
@@ -32,7 +36,7 @@ KINDS = (
     ("layers' weights copied out of their stacks", r"dynamic-slice"),
     ("KV rows and index keys gathered", r"gather"),
     ("matrix products", r"^(ynn_fusion|dot|.*_dot_|(slice|multiply)_reduce_fusion)"),
-    ("top-k and sorts", r"^(custom-call|sort)"),
+    ("top-k and sorts", r"^(custom-call|sort|convert_reduce_fusion)"),
     ("all else: norms, rotation, softmax, masks", r"^[a-z-]+(_[a-z-]+)*(\.|$)"),
 )
 NOT_OPERATIONS = re.compile(r"^\$|::|PjitFunction|[A-Z ]")
@@ -83,7 +87,15 @@ def profile(model: str, point: Point, steps: int, chunk: int) -> dict[str, Any]:
     rows = [
         {"kind": kind, "ms": time[kind] / 1e3 / count, "operations": number_of[kind] / count} for kind, _ in KINDS[1:]
     ]
-    return {"point": str(point), "step_ms": step_ms or None, "rows": rows}
+    least = None
+    if point.kind == "decode":
+        reads, bandwidth = (
+            least_bytes(config, params, batch, point.length),
+            read_bandwidth(len(os.sched_getaffinity(0))),
+        )
+        ms = 1e3 * sum(reads.values()) / bandwidth
+        least = {"mb": {name: n / 1e6 for name, n in reads.items()}, "gb_s": bandwidth / 1e9, "ms": ms}
+    return {"point": str(point), "step_ms": step_ms or None, "rows": rows, "least": least}
 
 
 def main(
@@ -109,6 +121,9 @@ def main(
         lines = [[r["kind"], number(r["ms"], 2), number(r["operations"], 0)] for r in one["rows"]]
         lines.append(["together", number(sum(r["ms"] for r in one["rows"]), 2), ""])
         Console().print(make_table(title, ["kind of operation", "ms", "operations"], lines))
+        if (least := one["least"]) is not None:
+            reads = ", ".join(f"{name} {number(mb)} MB" for name, mb in least["mb"].items())
+            Console().print(f"reads {reads}: {number(least['ms'], 2)} ms at {number(least['gb_s'])} GB/s\n")
 
 
 if __name__ == "__main__":

@@ -10,10 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import handoff_engines
+import jax
 import pytest
 import small_model
 
+from glmjax.config import GLMConfig
 from glmjax.options import engine_options
+from glmjax.params import random_params
 from glmjax.serving.disaggregated import DisaggregatedEngine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -409,6 +412,22 @@ def test_our_side_of_the_peers_runs_on_the_engines_runner(kind: str, tmp_path: P
     job = ours.Job(model=str(model), kind=kind, length=40, batch=2, steps=2, chunk=16, block_size=8, attempts=1)
     row = ours.measure(job)
     assert row["tok_s"] > 0 and row["runs_made"] == 1
+
+
+def test_a_decode_step_reads_every_weight_but_of_experts_those_that_are_chosen() -> None:
+    config = GLMConfig.tiny()
+    params = random_params(config, mtp=False)
+    least_bytes = part("least").least_bytes
+    all_but_embed = sum(x.nbytes for x in jax.tree.leaves(params)) - params.embed.nbytes
+    many = least_bytes(config, params, 10_000, 100)
+    assert many["weights"] + many["experts"] == pytest.approx(all_but_embed)
+    one = least_bytes(config, params, 1, 100)
+    assert one["weights"] == many["weights"]
+    experts = config.num_experts_per_tok / config.n_routed_experts
+    assert one["experts"] == pytest.approx(experts * many["experts"])
+    assert many["index keys"] == 10_000 * one["index keys"]
+    longer = least_bytes(config, params, 1, 10 * config.index_topk)
+    assert longer["KV rows"] == least_bytes(config, params, 1, config.index_topk)["KV rows"]
 
 
 @pytest.mark.parametrize(
