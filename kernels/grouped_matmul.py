@@ -118,17 +118,21 @@ def grouped_apply(x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: 
     T, k = expert_ids.shape
     if T * k <= UNROLL_PAIRS:
         return _apply_pairs(x, expert_ids, apply)
-    in_place = few_rows.suits(2, x.shape[1])
-    tile = tile_rows(T * k, num_experts, in_place=in_place)
+    tile = tile_rows(T * k, num_experts, in_place=few_rows.suits(2, x.shape[1]))
+    in_place = tile <= few_rows.FEW
     places, tile_experts, num_tiles, max_tiles = group_by_expert(expert_ids.reshape(-1), num_experts, tile)
     # Row of x for every place of the tiled order; unused places read row 0 and are never read back.
     source = jnp.zeros(max_tiles * tile, jnp.int32)
     source = source.at[places].set(jnp.arange(T * k, dtype=jnp.int32) // k, mode="drop")
+    small = x[source] if in_place else None  # not tile by tile: a gather takes longer than to copy two rows
 
     def one(i: jax.Array, out: jax.Array) -> jax.Array:
-        rows, expert = x[jax.lax.dynamic_slice_in_dim(source, i * tile, tile)], tile_experts[i]
-        if in_place:
+        expert = tile_experts[i]
+        if small is not None:
+            rows = jax.lax.dynamic_slice_in_dim(small, i * tile, tile)
             expert = few_rows.loop_on_all_cores(expert)
+        else:
+            rows = x[jax.lax.dynamic_slice_in_dim(source, i * tile, tile)]
         return jax.lax.dynamic_update_slice_in_dim(out, apply(expert, rows), i * tile, axis=0)
 
     out = jax.lax.fori_loop(0, num_tiles, one, jax.lax.empty((max_tiles * tile, x.shape[1]), x.dtype))

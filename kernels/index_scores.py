@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from glmjax.kernels.choose import Implementation, choose
+from glmjax.kernels import few_rows
+from glmjax.kernels.choose import Implementation, choose, target_device
 from glmjax.kernels.index_limits import FP8, KEY_BLOCK, key_obstacle
 
+FEW_HEADS = 8  # up to here one query on a CPU reads its keys where they are, see few_rows; more heads compute too much
 CHUNK = 4096  # keys scored at once by the jnp form, over all requests: no [context, heads] array is made
 
 
@@ -44,6 +46,11 @@ def index_scores(
 
 def _all_heads(query: jax.Array, head_weights: jax.Array, keys: jax.Array) -> jax.Array:
     """One query per request: a product of the keys with its heads, then one with the heads' weights."""
+    heads = query.shape[2]
+    if 2 <= heads <= FEW_HEADS and target_device()[0] == "cpu":
+        rows = jax.lax.optimization_barrier(query[:, 0]).astype(jnp.float32)  # [R, H, d]
+        products = few_rows.sums([keys.astype(jnp.float32) * rows[:, h, None] for h in range(heads)], axis=2)
+        return jnp.sum(jax.nn.relu(products) * head_weights[:, 0].T[..., None], axis=0)[:, None]
     product = jnp.einsum("rcd,rhd->rch", keys, query[:, 0], preferred_element_type=jnp.float32)
     # The barrier keeps the two products apart: fused, they run at half the speed on a CPU.
     product = jax.lax.optimization_barrier(jax.nn.relu(product))

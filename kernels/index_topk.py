@@ -2,11 +2,12 @@
 
 On a Hopper GPU one kernel scores and selects (``index_topk_triton``). The jnp form, ``scan_context``, walks over tiles
 of queries and, for each, over chunks of the context with a running selection: memory does not grow with the context,
-and work follows what the tile's queries see, not the width of their block tables. The selection takes a few chunks'
-scores at once, for it costs about as much for four chunks as for one, unless there is only one.
+and work follows what the tile's queries see, not the width of their block tables. Chunks are scored one by one, and
+their best are selected for many at once, since a selection has a cost of its own.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -21,7 +22,7 @@ CONTEXT_CHUNK = 2048  # keys of a chunk at most
 CHUNK_KEYS = 16384  # keys of a chunk at most, over all requests
 TILE_SCORES = 1 << 18  # scores of a chunk: 1 MiB
 TILE_QUERIES = 128  # of a request in a tile at most: tiles of a prompt's beginning see less, some no more than k
-RUN = 4  # chunks that are scored before their best are selected
+FIRST, RUN = (1, 4), 12  # chunks that are scored before their best are selected: of short contexts, and of long ones
 
 Keys = tuple[jax.Array, jax.Array | None, jax.Array]  # [R, C, d], scales [R, C] or None, positions [C]
 Best = tuple[jax.Array, jax.Array]  # scores float32 and positions int32, [R, q, K]
@@ -155,7 +156,7 @@ def _select_tile(
     R, q = positions.shape
     context = jnp.max(positions) + 1
 
-    def everything(_: None) -> Best:
+    def everything() -> Best:
         """At most k positions are visible: all are selected, no score is needed."""
         every = jnp.broadcast_to(source.position(jnp.arange(k, dtype=jnp.int32)), (R, q, k))
         seen = every <= positions[..., None]
@@ -163,32 +164,37 @@ def _select_tile(
 
     chunks = (source.count(context) + source.chunk - 1) // source.chunk
 
-    def one_chunk(_: None) -> Best:
-        keys, scale, places = source.read(jnp.int32(0))
-        scores = index_scores(query, weights, keys, scale, positions, places)
-        return best_of(scores, jnp.broadcast_to(places, scores.shape), k)
+    def score(start: jax.Array | int, count: int) -> jax.Array:
+        """Scores [R, q, count * chunk] of chunks from one on, -inf for those that no query sees."""
 
-    run_chunks = min(RUN, source.chunks)
-    held = run_chunks * source.chunk
+        def add(i: jax.Array | int, scores: jax.Array) -> jax.Array:
+            keys, scale, places = source.read(jnp.int32(start + i))
+            part = index_scores(query, weights, keys, scale, positions, places)
+            return jax.lax.dynamic_update_slice_in_dim(scores, part, i * source.chunk, axis=2)
 
-    def runs(_: None) -> Best:
-        def add(run: jax.Array, carry: Best) -> Best:
-            first = run * run_chunks
+        none = jnp.full((R, q, count * source.chunk), -jnp.inf)
+        return jax.lax.fori_loop(0, jnp.minimum(count, chunks - start), add, none) if count > 1 else add(0, none)
 
-            def score(i: jax.Array, scores: jax.Array) -> jax.Array:
-                keys, scale, places = source.read(first + i)
-                part = index_scores(query, weights, keys, scale, positions, places)
-                return jax.lax.dynamic_update_slice_in_dim(scores, part, i * source.chunk, axis=2)
+    def best_of_first(count: int) -> Best:
+        places = source.position(jnp.arange(count * source.chunk, dtype=jnp.int32))
+        return best_of(score(0, count), jnp.broadcast_to(places, (R, q, *places.shape)), k)
 
-            none = jnp.full((R, q, held), -jnp.inf)
-            scores = jax.lax.fori_loop(0, jnp.minimum(run_chunks, chunks - first), score, none)
-            return merge_top_k(*carry, scores, source.position(run * held + jnp.arange(held, dtype=jnp.int32)))
+    def best_of_runs() -> Best:
+        held = RUN * source.chunk
 
-        start = (jnp.full((R, q, k), -jnp.inf), jnp.full((R, q, k), -1, jnp.int32))
-        return jax.lax.fori_loop(0, (chunks + run_chunks - 1) // run_chunks, add, start)
+        def add(run: jax.Array, best: Best) -> Best:
+            places = source.position(run * held + jnp.arange(held, dtype=jnp.int32))
+            return merge_top_k(*best, score(run * RUN, RUN), places)
 
-    ways = [one_chunk] if source.chunks == 1 else [one_chunk, runs]
-    way = (chunks > 1).astype(jnp.int32)
+        none = (jnp.full((R, q, k), -jnp.inf), jnp.full((R, q, k), -1, jnp.int32))
+        return jax.lax.fori_loop(0, (chunks + RUN - 1) // RUN, add, none)
+
+    # The first way that is enough for the chunks that the queries see.
+    counts = [n for n in FIRST if n < source.chunks] + [source.chunks] * (source.chunks <= RUN)
+    ways: list[Callable[[], Best]] = [functools.partial(best_of_first, n) for n in counts]
+    if source.chunks > RUN:
+        ways.append(best_of_runs)
+    way = jnp.sum(chunks > jnp.asarray(counts[: len(ways) - 1], jnp.int32), dtype=jnp.int32)
     if not scored:
         ways, way = [everything, *ways], jnp.where(context <= k, 0, 1 + way)
-    return jax.lax.switch(way, ways, None)
+    return jax.lax.switch(way, ways)
