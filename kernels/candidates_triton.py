@@ -4,7 +4,7 @@ Rows are cut into parts so that all multiprocessors work, and a program streams 
 that reach a threshold, with their positions, to a list; when the list is nearly full it keeps the k best and raises the
 threshold, which is found by bisecting the bits of the floats.
 
-    scores of parts  ->  lists, each in order of position  ->  drop_below  ->  merge_parts  ->  the k best in order
+    scores of parts  ->  lists, each in order of position  ->  merge_triton  ->  the k best in order
 
 A list is always in order of position and no atomics are used. Of equal scores the first seen wins, because a later one
 has to exceed the k-th best and not just equal it. So the result is exact and deterministic, and ties go to the lowest
@@ -27,14 +27,11 @@ import triton
 import triton.language as tl
 
 from glmjax.kernels.roofline import MULTIPROCESSORS
-from glmjax.kernels.triton_call import triton_call
 
 # A candidate is one int64, the float's bits above and the position below: one store adds it to a list. (JAX has no
 # int64 by default: outside, a list is an array of pairs of int32.) `least` is the smallest score that enters a list.
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite: -inf and NaN never enter
 MISSING = tl.constexpr(-2147483648)  # below every ordered score
-
-MERGE_CAPACITY, MERGE_BLOCK, MERGE_WARPS = 4096, 1024, 16  # what a row's parts leave is little more than k
 
 
 @triton.jit
@@ -149,70 +146,6 @@ def floor_of(published_ptr, visible, parts, part_size, PARTS_PADDED: tl.constexp
     return tl.where(worst == MISSING, LOWEST, unordered(worst))
 
 
-@triton.jit
-def write_best(list_ptr, count, scores_ptr, positions_ptr, K: tl.constexpr, K_PADDED: tl.constexpr):
-    """Writes a list of at most K candidates, missing ones (-inf, -1) last."""
-    tl.debug_barrier()
-    i = tl.arange(0, K_PADDED)
-    best = tl.load(list_ptr + i)
-    tl.store(scores_ptr + i, tl.where(i < count, score_of(best), float("-inf")), mask=i < K)
-    tl.store(positions_ptr + i, tl.where(i < count, best.to(tl.int32), -1), mask=i < K)
-
-
-@triton.jit
-def drop_below(
-    lists_ptr, counts_ptr, published_ptr, visible_ptr, extents_ptr, parts,
-    K: tl.constexpr, PARTS_PADDED: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Shortens every part's list to what may be among the row's K best, in place. Grid (rows, parts)."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    one = row * parts + part
-    list_ptr = lists_ptr.to(tl.pointer_type(tl.int64)) + one * CAPACITY
-    part_size = part_size_of(tl.load(extents_ptr + row), parts, BLOCK)
-    least = floor_of(published_ptr + row * parts, tl.load(visible_ptr + row), parts, part_size, PARTS_PADDED)
-    end, count = tl.load(counts_ptr + one), tl.full((), 0, tl.int32)
-    i = tl.arange(0, STEP)
-    for start in range(0, end, STEP):
-        candidates = tl.load(list_ptr + start + i)
-        enters = (start + i < end) & (score_of(candidates) >= least)
-        tl.debug_barrier()  # a place may be one that was read just now
-        count = append(list_ptr, count, score_of(candidates), candidates.to(tl.int32), enters)
-    count, least = keep_best(list_ptr, count, least, K, CAPACITY, STEP)
-    tl.store(counts_ptr + one, count)
-
-
-@triton.jit
-def merge_parts(
-    lists_ptr, counts_ptr, parts, list_ptr, scores_ptr, positions_ptr,
-    K: tl.constexpr, K_PADDED: tl.constexpr, PARTS_PADDED: tl.constexpr, PART_CAPACITY: tl.constexpr,
-    CAPACITY: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The K best of one row's parts. Grid (rows,)."""
-    row = tl.program_id(0).to(tl.int64)
-    lists_ptr = lists_ptr.to(tl.pointer_type(tl.int64)) + row * parts * PART_CAPACITY
-    list_ptr = list_ptr.to(tl.pointer_type(tl.int64)) + row * CAPACITY
-    counts_ptr += row * parts
-    p = tl.arange(0, PARTS_PADDED)
-    size = tl.sum(tl.load(counts_ptr + p, mask=p < parts, other=0), 0)
-    i = tl.arange(0, BLOCK)
-    count, least = tl.full((), 0, tl.int32), tl.full((), LOWEST, tl.float32)
-    for start in range(0, size, BLOCK):
-        # Which part the i-th candidate is of, and how many there are in the parts before.
-        part, before, through = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.full((), 0, tl.int32)
-        for one in range(parts):
-            through += tl.load(counts_ptr + one)
-            later = start + i >= through
-            part += later.to(tl.int32)
-            before = tl.where(later, through, before)
-        inside = start + i < size
-        candidates = tl.load(lists_ptr + part * PART_CAPACITY + (start + i - before), mask=inside, other=0)
-        count, least = make_room(list_ptr, count, least, BLOCK, K, CAPACITY, STEP)
-        scores = score_of(candidates)
-        count = append(list_ptr, count, scores, candidates.to(tl.int32), inside & (scores >= least))
-    count, least = keep_best(list_ptr, count, least, K, CAPACITY, STEP)
-    write_best(list_ptr, count, scores_ptr + row * K, positions_ptr + row * K, K, K_PADDED)
-
-
 @dataclasses.dataclass(frozen=True)
 class Parts:
     """How rows are cut, and the lists of their parts.
@@ -243,6 +176,11 @@ class Parts:
         return cls(rows, parts, block, k, capacity)
 
     @property
+    def pieces(self) -> int:
+        """Programs that merge a row: up to two for every multiprocessor, and one where the rows are as many."""
+        return max(1, 2 * MULTIPROCESSORS // self.rows)
+
+    @property
     def constants(self) -> dict[str, int]:
         """Parameters of every kernel over parts."""
         return {
@@ -265,7 +203,7 @@ class Parts:
     def bytes(self, size: int, early: int) -> int:
         """Of the candidates, each written once and read once, and of the result, for full rows in random order.
 
-        What shortening a list reads and writes again is not counted: it is there in the cache.
+        What is read and written again to shorten lists and to merge them is not counted: it is there in the cache.
         """
         entered = count = 0.0
         rate, due = 1.0, early
@@ -280,49 +218,6 @@ class Parts:
 
 def nothing_published(parts: Parts) -> jax.Array:
     return jnp.zeros((parts.rows, parts.parts), jnp.int32)
-
-
-def merge_lists(
-    parts: Parts,
-    published: jax.Array,
-    lists: jax.Array,
-    counts: jax.Array,
-    visible: jax.Array,
-    extents: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The k best of each row in order of position.
-
-    Args:
-      published, lists, counts: what the kernel that fills the lists gives.
-      visible, extents: [rows] int32, how many scores a row has, and how many its parts share.
-
-    Returns:
-      scores [rows, k] float32 and positions [rows, k] int32, missing ones (-inf, -1) last.
-    """
-    if parts.parts > 1:
-        lists, counts = triton_call(
-            lists, counts, published, visible, extents, parts.parts,
-            kernel=drop_below,
-            results=parts.results[1:],
-            in_place={0: 0, 1: 1},
-            grid=(parts.rows, parts.parts),
-            num_warps=4,
-            **parts.constants,
-        )  # fmt: skip
-    _, scores, positions = triton_call(
-        lists, counts, parts.parts,
-        kernel=merge_parts,
-        results=(
-            jax.ShapeDtypeStruct((parts.rows, MERGE_CAPACITY, 2), jnp.int32),
-            jax.ShapeDtypeStruct((parts.rows, parts.k), jnp.float32),
-            jax.ShapeDtypeStruct((parts.rows, parts.k), jnp.int32),
-        ),
-        grid=(parts.rows,),
-        num_warps=MERGE_WARPS,
-        K=parts.k, K_PADDED=next_power_of_two(parts.k), PARTS_PADDED=next_power_of_two(parts.parts),
-        PART_CAPACITY=parts.capacity, CAPACITY=MERGE_CAPACITY, STEP=MERGE_BLOCK // 2, BLOCK=MERGE_BLOCK,
-    )  # fmt: skip
-    return scores, positions
 
 
 def next_power_of_two(n: int) -> int:

@@ -29,7 +29,6 @@ from glmjax.kernels.candidates_triton import (
     Parts,
     floor_of,
     make_room,
-    merge_lists,
     next_power_of_two,
     nothing_published,
     pack,
@@ -37,6 +36,7 @@ from glmjax.kernels.candidates_triton import (
     publish,
 )
 from glmjax.kernels.index_limits import FP8, HEAD_DIM, KEY_BLOCK, MAX_K, k_obstacle, key_obstacle
+from glmjax.kernels.merge_triton import merge_lists
 from glmjax.kernels.report_case import Case
 from glmjax.kernels.triton_call import triton_call
 
@@ -200,7 +200,7 @@ def index_top_k_triton(
         QUERIES=tile, HEADS=H, DIM=dim, STAGES=config.stages,
         **parts.constants,
     )  # fmt: skip
-    best = merge_lists(parts, published, lists, counts, visible, extents)
+    best = merge_lists(parts, published, lists, counts)
     scores, positions = (x.reshape(R, tiles * tile, k)[:, :Q] for x in best)
     return scores, positions
 

@@ -3,7 +3,7 @@
 Pallas' own copies suit tiles, not rows: each makes all 128 threads of the warpgroup arrive at a barrier, 8,192 arrivals
 for 64 rows, and none gathers on Hopper. Here a warpgroup shares the rows of a step among its threads, 16 bytes each, as
 ``cp.async``; a row of -1 is not read and becomes zeros. The instructions are inline, which interpret mode does not run:
-there (``simulate``) the same rows are copied one by one, at once, under the same barriers.
+there (``simulate``) a step's rows are copied all together, without delay, under the same barriers.
 """
 
 # mypy: allow-untyped-defs
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 WARPGROUP = 128  # threads
@@ -35,14 +34,10 @@ def start_copies(slots: Any, copies: Sequence[tuple[Any, Any]], *, swizzled: boo
     """
     pools, buffers = [pool for pool, _ in copies], [buffer for _, buffer in copies]
     if simulate:
-
-        @pl.loop(0, slots.shape[0])
-        def _copy(i):
-            slot = slots[i]
-            for pool, buffer in copies:
-                row = pool[jnp.maximum(slot, 0)]
-                buffer[i] = jnp.where(slot >= 0, row, jnp.zeros_like(row))
-
+        at = slots[...]
+        for pool, buffer in copies:
+            rows = jnp.take(pool[...], jnp.maximum(at, 0), axis=0)
+            buffer[...] = jnp.where(at[:, None] >= 0, rows, jnp.zeros_like(rows))
         return
     plain, target = plgpu.RefType(), plgpu.RefType(SWIZZLED if swizzled else ())
     types = (plain, [plain] * len(copies), [target] * len(copies))

@@ -10,7 +10,9 @@ it busy for 2,880 cycles with 64 rows instead of 1,152, of about 6,000 and 3,600
 one stage, and no load has any work beside it.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -95,6 +97,45 @@ def clusters_at_once(blocks: int) -> int:
 # Multiprocessors of the eight groups (GPCs) that the 132 come in, at most 18 each. Chips differ: with a group below 16
 # (seen on an H100) one cluster of 16, 8 or 4 fewer runs side by side.
 GROUPS = (18, 18, 16, 16, 16, 16, 16, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """What a cut of a decode step into blocks comes to.
+
+    Attributes:
+      blocks: of the grid.
+      busy: multiprocessors that have one at a time, at most.
+      turns: blocks in a row on a multiprocessor; each loads its queries and fills its buffers anew.
+      tiles: of rows in a row on the multiprocessor with most to do, in all its turns.
+      bytes: to and from device memory.
+    """
+
+    blocks: int
+    busy: int
+    turns: int
+    tiles: int
+    bytes: int
+
+
+def count_cut(queries: int, heads: int, clusters: int, blocks: int) -> Cut:
+    """Counts a cut of every query's 2,048 FP8 rows, for up to 64 heads.
+
+    With more clusters than queries, a query's clusters merge through device memory: all but one leave their part there,
+    and the last to come reads them. That is the least there is to move.
+
+    Args:
+      queries, heads: of the step.
+      clusters: in all. They share the rows evenly, wherever a query ends.
+      blocks: of a cluster.
+    """
+    parts = clusters + queries - math.gcd(clusters, queries)  # a cluster on the border of two queries has one of each
+    moved = 2 * (parts - queries) * heads * (2 * LATENT + 4)
+    at_once = min(clusters, clusters_at_once(blocks))
+    turns = -(-clusters // at_once)
+    tiles = turns * -(-queries * (ROWS // TILE) // (clusters * blocks))
+    return Cut(clusters * blocks, at_once * blocks, turns, tiles, count_bytes(queries, heads, ROWS, True) + moved)
+
 
 # What GLM-5.3 runs: 2,048 rows for a query, 79 layers; 64 heads, or 16 of them on each of four GPUs.
 ROWS, LAYERS, SLOTS, SCALE = 2048, 79, 4376 * 64, 256**-0.5

@@ -1,7 +1,7 @@
 """Exact top-k of rows of scores, in Triton: a row streams past once, and the best so far are kept.
 
-What is kept, and how the parts of a row are merged, is in ``candidates_triton``. Radix selection would read a row two
-to five times, and XLA's own top-k sorts it with 2 GiB of temporaries for 256 rows of a million scores.
+What is kept is in ``candidates_triton``, how the parts of a row are merged in ``merge_triton``. Radix selection would
+read a row two to five times, and XLA's own top-k sorts it with 2 GiB of temporaries for 256 rows of a million scores.
 """
 
 # mypy: allow-untyped-defs
@@ -22,12 +22,12 @@ from glmjax.kernels.candidates_triton import (
     append,
     floor_of,
     make_room,
-    merge_lists,
     nothing_published,
     part_size_of,
     publish,
 )
 from glmjax.kernels.index_limits import MAX_K, row_obstacle
+from glmjax.kernels.merge_triton import merge_lists
 from glmjax.kernels.report_case import Case
 from glmjax.kernels.triton_call import triton_call
 
@@ -90,10 +90,11 @@ class Config:
 
     def check(self, k: int) -> None:
         powers = all(size > 0 and size & (size - 1) == 0 for size in (self.capacity, self.block, self.num_warps))
-        if not powers or self.capacity < k + 4 * self.block or self.early % self.block or self.stages < 1:
+        enough = self.block >= 4 and self.capacity >= k + 4 * self.block
+        if not powers or not enough or self.early % self.block or self.stages < 1:
             raise ConfigError(
                 f"{self} for k={k}: capacity, block and num_warps must be powers of two, capacity >= k + 4 block, "
-                "early a multiple of block"
+                "block >= 4, early a multiple of block"
             )
 
 
@@ -132,7 +133,7 @@ def top_k_triton(
         STAGES=config.stages,
         **parts.constants,
     )  # fmt: skip
-    return merge_lists(parts, published, lists, counts, visible, visible)
+    return merge_lists(parts, published, lists, counts)
 
 
 def cases() -> tuple[Case, ...]:

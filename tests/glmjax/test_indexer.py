@@ -160,6 +160,7 @@ def test_scores_equal_transformers(layer):
     "sizes",
     [
         {"CONTEXT_CHUNK": BLOCK},
+        {"CONTEXT_CHUNK": BLOCK, "RUN": 3},
         {"CONTEXT_CHUNK": 6 * BLOCK},  # the last chunk ends beyond the block table
         {"CHUNK_KEYS": 2 * 3 * BLOCK},
         {"TILE_SCORES": 1},

@@ -1,4 +1,4 @@
-"""Runs the kernels that share ``candidates_triton`` in Triton's interpreter, whole wrappers at a time."""
+"""Runs the kernels that fill and merge lists of candidates in Triton's interpreter, whole wrappers at a time."""
 
 import pytest
 
@@ -6,18 +6,19 @@ pytest.importorskip("triton")
 
 import triton_interpreter
 
-from glmjax.kernels import candidates_triton
+from glmjax.kernels import candidates_triton, merge_triton
 
 
 def interpreted_call(*operands, **options):
-    with triton_interpreter.interpreted(candidates_triton):
+    with triton_interpreter.interpreted(candidates_triton), triton_interpreter.interpreted(merge_triton):
         return triton_interpreter.interpreted_call(*operands, **options)
 
 
 def run_interpreted(monkeypatch, module):
-    """Lets a module's kernels, and those that merge its lists, run on the CPU."""
+    """Lets a module's kernels, and those that merge its lists, run on the CPU. Other pieces: ``test_merge_triton``."""
     monkeypatch.setattr(module, "triton_call", interpreted_call)
-    monkeypatch.setattr(candidates_triton, "triton_call", interpreted_call)
+    monkeypatch.setattr(merge_triton, "triton_call", interpreted_call)
+    monkeypatch.setattr(candidates_triton.Parts, "pieces", 2)
 
 
 class Lists:
@@ -31,9 +32,9 @@ class Lists:
         self.monkeypatch, self.module, self.merge = monkeypatch, module, module.merge_lists
         monkeypatch.setattr(module, "merge_lists", self.record)
 
-    def record(self, parts, published, lists, counts, visible, extents):
+    def record(self, parts, published, lists, counts):
         self.parts, self.published, self.counts = parts, published, counts
-        return self.merge(parts, published, lists, counts, visible, extents)
+        return self.merge(parts, published, lists, counts)
 
     def publish_all(self):
         known = self.published

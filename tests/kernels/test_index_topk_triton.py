@@ -17,7 +17,7 @@ from h200_code import check_code, compile_program, needs_plugin
 from interpreted_candidates import Lists, run_interpreted
 
 from glmjax.errors import ConfigError
-from glmjax.kernels import candidates_triton, index_topk_triton
+from glmjax.kernels import candidates_triton, index_topk_triton, merge_triton
 from glmjax.kernels.index_scores import index_scores_numpy
 from glmjax.kernels.index_topk import index_top_k
 from glmjax.kernels.index_topk_triton import Config, cases, index_top_k_triton
@@ -35,8 +35,7 @@ def interpreter(monkeypatch, request):
     if "case" not in request.fixturenames and request.function is not test_the_pools_bytes_are_not_copied:
         run_interpreted(monkeypatch, index_topk_triton)
         if request.function is not test_as_configured_for_the_model:
-            monkeypatch.setattr(candidates_triton, "MERGE_CAPACITY", 512)
-            monkeypatch.setattr(candidates_triton, "MERGE_BLOCK", 128)
+            monkeypatch.setattr(merge_triton, "MERGE_CAPACITY", 512)
 
 
 def small(queries):
@@ -189,14 +188,16 @@ def shapes():
 @pytest.mark.parametrize("case", shapes())
 def test_code_for_an_h200(case):
     program = compile_program(case)
+    requests, queries = case.arguments[5].shape
     filling, *merging = (code for code in machine_code(program.executable) if code.blocks)
     check_code(filling, "QGMMA", "LDGSTS")
     assert filling.instructions["QGMMA"] == DIM // 32  # a key is multiplied with all (query, head) pairs at once
+    assert len(merging) == (1 if queries * requests == 2048 else 3)  # with parts, their lists are gathered first
     for code in merging:
-        check_code(code, blocks=case.arguments[5].size)
-    queries, context = case.arguments[5].size, case.arguments[4].shape[1] * BLOCK
-    if queries * context > 1 << 25:  # else lists are larger than the matrix of scores would be
-        assert program.memory.temporaries < 4 * queries * context / 2
+        check_code(code, "LDGSTS")
+    rows, context = requests * queries, case.arguments[4].shape[1] * BLOCK
+    if rows * context > 1 << 25:  # else lists are larger than the matrix of scores would be
+        assert program.memory.temporaries < 4 * rows * context / 2
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.shape)

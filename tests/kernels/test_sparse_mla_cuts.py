@@ -1,0 +1,67 @@
+"""How sparse MLA's Hopper kernel cuts its work into blocks and clusters, and what other cuts would come to."""
+
+from pathlib import Path
+
+import pytest
+
+from glmjax.kernels.roofline import MULTIPROCESSORS
+from glmjax.kernels.sparse_mla_hopper import clusters_at_once, count_cut, default_config, least_bytes
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 7, 8, 16, 20, 32, 48, 64, 100, 131, 132, 133, 1000])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_few_queries_are_cut_until_the_gpu_is_full(queries, heads):
+    config = default_config(queries, heads, 2048, True)
+    config.check(2048, True)
+    clusters = queries * max(1, heads // 64)
+    assert config.splits == 1 or clusters <= clusters_at_once(config.splits)
+    assert config.splits == 16 or clusters * config.splits * 2 > MULTIPROCESSORS
+    tiles = -(-32 // config.splits) * -(-clusters // MULTIPROCESSORS)
+    assert tiles <= 2 * 32 * clusters / MULTIPROCESSORS + 2
+
+
+def test_powers_of_two_take_128_multiprocessors():
+    for heads, most in ((16, 16), (64, 16), (128, 8)):
+        for queries in (8, 16, 32, 64):
+            splits = default_config(queries, heads, 2048, True).splits
+            assert splits == most * 8 // queries and splits * queries * max(1, heads // 64) == 128
+
+
+@pytest.mark.parametrize(("queries", "heads"), [(8, 16), (8, 64), (16, 64)])
+def test_more_blocks_than_multiprocessors_of_a_decode_step_would_be_slower(queries, heads):
+    """8 queries: 16 blocks for each are 128. Whole blocks for each beyond that are 136 or more, and some wait.
+
+    16 queries of 64 heads are cut as 8 of 128.
+    """
+    chosen = count_cut(queries, heads, queries, default_config(queries, heads, 2048, True).splits)
+    assert (chosen.blocks, chosen.busy, chosen.turns, chosen.tiles) == (128, 128, 1, queries // 4)
+    assert chosen.bytes < 1.006 * least_bytes(queries, heads, 2048, True)
+    cuts = [count_cut(queries, heads, queries * n, blocks) for n in range(1, 33) for blocks in range(1, 17)]
+    assert any(cut.blocks >= MULTIPROCESSORS for cut in cuts)
+    for cut in cuts:
+        assert cut.tiles >= chosen.tiles and (cut.blocks < MULTIPROCESSORS or cut.turns >= 2)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_sharing_rows_evenly_among_all_multiprocessors_costs_bytes_and_saves_nothing(heads):
+    cuts = [count_cut(8, heads, MULTIPROCESSORS // blocks, blocks) for blocks in range(1, 17) if 132 % blocks == 0]
+    whole = [cut for cut in cuts if cut.busy == MULTIPROCESSORS and cut.turns == 1]
+    assert len(whole) == 2  # clusters of one block and of two
+    for cut in whole:
+        assert cut.tiles == 2 and cut.bytes > 1.15 * least_bytes(8, heads, 2048, True)
+    for rows in (8, 16, 32, 64):  # of a smaller tile
+        assert rows * -(-8 * 2048 // rows // MULTIPROCESSORS) == 2 * 64
+
+
+def test_the_cuts_are_counted_as_documented():
+    least = [least_bytes(8, heads, 2048, True) for heads in (16, 64)]
+    text = (Path(__file__).parents[2] / "docs/kernels.md").read_text()
+    for clusters, blocks in ((8, 16), (16, 16), (16, 9), (66, 2), (132, 1)):
+        small, large = (count_cut(8, heads, clusters, blocks) for heads in (16, 64))
+        ratios = [f"{cut.bytes / bytes_:.2f}" for cut, bytes_ in zip((small, large), least, strict=True)]
+        numbers = [clusters, blocks, large.blocks, large.busy, large.turns, large.tiles, *ratios]
+        assert f"| {' | '.join(map(str, numbers))} |" in text
+
+
+def test_a_cluster_stays_within_a_group_of_multiprocessors():
+    assert [clusters_at_once(n) for n in (1, 2, 4, 6, 8, 16)] == [132, 66, 32, 18, 16, 8]
