@@ -31,6 +31,7 @@ TOP_K, BLOCK, CHUNK, NEW_TOKENS = 12, 8, 24, 6
 # Around the edges of 2, 4 and 8 ranks: the ranks, two parts each of a prompt, a block, a block each, top-k, a chunk.
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 63, 64, 65)
 REQUESTS = len(LENGTHS)
+ALONE = [[request] for request in range(0, REQUESTS, 4)]  # also take a step without the others
 CHUNKS, SINGLES = StepShape(REQUESTS, CHUNK), StepShape(REQUESTS, 1, decode=True)
 # Every kind of layer and loop: dense, then twice a leader and two followers with experts.
 CONFIG = GLMConfig.tiny(
@@ -105,7 +106,10 @@ def programs(case: Case) -> Programs:
     layout = Layout.parse(case.layout)
     width = blocks_for(max(LENGTHS) + NEW_TOKENS, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_topk, "CONTEXT_CHUNK", BLOCK)  # so that these short contexts are several chunks
+        # So that these short contexts are several chunks, and several runs of them, and nothing else is compiled.
+        patch.setattr(index_topk, "CONTEXT_CHUNK", BLOCK)
+        patch.setattr(index_topk, "FIRST", ())
+        patch.setattr(index_topk, "RUN", 2)
         return Programs(
             CONFIG,
             on_devices(layout, random_params(CONFIG)),
@@ -168,7 +172,7 @@ def nan_like(x: jax.Array) -> jax.Array:
 
 @functools.cache
 def generate(case: Case) -> Generated:
-    """Prompts in chunks, odd requests a chunk later than even ones; then single tokens, of all requests and of each."""
+    """Prompts in chunks, odd requests a chunk later than even ones; then single tokens, of all, of one, of the rest."""
     program = programs(case)
     dp, cache, state = program.layout.dp, jax.tree.map(nan_like, program.make_cache()), program.make_state()
     by_request = np.argsort(row_orders(dp), axis=1)[:, :, None]
@@ -197,8 +201,8 @@ def generate(case: Case) -> Generated:
         )
     for _ in range(NEW_TOKENS - 2):
         step(1, {request: (len(text) - 1, text[-1:]) for request, text in enumerate(texts)})
-    for request, text in enumerate(texts):
-        step(1, {request: (len(text) - 1, text[-1:])})
+    for some in (*ALONE, [request for request in range(REQUESTS) if [request] not in ALONE]):
+        step(1, {request: (len(texts[request]) - 1, texts[request][-1:]) for request in some})
     return Generated(np.array(tokens).transpose(2, 0, 1), np.array(logprobs).transpose(2, 0, 1, 3), cache)
 
 

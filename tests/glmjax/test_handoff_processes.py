@@ -218,7 +218,7 @@ class Pair:
 
 PAIRS = {
     "dcp 8 to 2, drafts": Pair("pcp=8,dcp=8,ep=8", "tp=2,dcp=2", 3),
-    "dcp 8 to 2, blocks stay whole": Pair(f"tp=8,dcp=8,interleave={BLOCK}", f"tp=2,dcp=2,interleave={BLOCK}", 0),
+    "dcp 8 to 2, blocks stay whole": Pair(f"tp=8,dcp=8,ep=8,interleave={BLOCK}", f"tp=2,dcp=2,interleave={BLOCK}", 0),
     # Fewer pages than most of the requests have.
     "1 to 1, HiSparse, drafts": Pair("dp=1", "dp=1", 3, {"hisparse_host_gib": 0.002, "num_device_blocks": 24}),
 }

@@ -38,8 +38,24 @@ from glmjax.tiers import Offload
 STAGE = 48
 
 
+PROMPTS = drafting_model.prompts(8, 60, seed=2)
+PROMPTS += [[*PROMPTS[0][:30], 5, 6, 7]]  # a prefix that both sides know by then
+
+
+@functools.cache
+def programs_of(num_drafts, layout):
+    return make_programs(num_drafts, layout, rows=4)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What one engine answers. Drafts change none of its tokens."""
+    programs = programs_of(0, "dp=1")
+    return answers(drafting_model.make_engine(ProgramRunner(programs), programs), PROMPTS, greedy(14))
+
+
 def make_engine(num_drafts, layout, name, hub, make_exchange):
-    programs = make_programs(num_drafts, layout, rows=4)
+    programs = programs_of(num_drafts, layout)
     where = programs.layout
     exchange = make_exchange(programs, STAGE)
     info = describe(
@@ -77,30 +93,27 @@ def make_engine(num_drafts, layout, name, hub, make_exchange):
         (0, "tp=2,dcp=2,interleave=4", "pcp=2,dcp=2", HostExchange),
     ],
 )
-def test_tokens_are_those_of_one_engine(num_drafts, prefill, decode, exchange):
-    prompts = drafting_model.prompts(8, 60, seed=2)
-    prompts += [[*prompts[0][:30], 5, 6, 7]]  # a prefix that both sides know by then
+def test_tokens_are_those_of_one_engine(num_drafts, prefill, decode, exchange, expected):
     hub = {}
     pair = DisaggregatedEngine(
         make_engine(num_drafts, prefill, "prefill", hub, exchange),
         make_engine(num_drafts, decode, "decode", hub, exchange),
     )
-    expected = answers(drafting_model.engine(0, rows=4), prompts, greedy(14))
-    handles = [pair.submit(prompt, greedy(14)) for prompt in prompts[:-1]]
+    handles = [pair.submit(prompt, greedy(14)) for prompt in PROMPTS[:-1]]
     while not all(handle.finished for handle in handles):
         pair.step()
-    handles.append(pair.submit(prompts[-1], greedy(14)))
+    handles.append(pair.submit(PROMPTS[-1], greedy(14)))
     while pair.has_work:
         pair.step()
         pair.prefill.scheduler.check()
         pair.decode.scheduler.check()
     assert [tuple(h.result(timeout=0).outputs[0].token_ids) for h in handles] == expected
     stats = pair.stats()
-    assert stats["kv_transfer_recomputed"] == 0 and stats["prefill_generation_tokens"] == len(prompts)
+    assert stats["kv_transfer_recomputed"] == 0 and stats["prefill_generation_tokens"] == len(PROMPTS)
     layers, indexers = CONFIG.num_hidden_layers + (num_drafts > 0), CONFIG.num_full_indexers + (num_drafts > 0)
     per_token = 4 * (layers * (CONFIG.kv_lora_rank + CONFIG.qk_rope_head_dim) + indexers * CONFIG.index_head_dim)
     cached = stats["cached_tokens"]
-    missing = sum(len(prompt) - 1 for prompt in prompts) - cached
+    missing = sum(len(prompt) - 1 for prompt in PROMPTS) - cached
     assert stats["kv_transfer_bytes_fetched"] == missing * per_token
     if num_drafts:
         assert stats["num_accepted_tokens"] > 0

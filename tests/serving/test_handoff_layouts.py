@@ -14,6 +14,7 @@ import drafting_model
 import numpy as np
 import pytest
 from layouts import on_devices
+from small_model import TOKENIZER
 
 from glmjax.engines import Peers, build_engine
 from glmjax.options import engine_options
@@ -24,8 +25,11 @@ from glmjax.types import SamplingParams
 pytestmark = pytest.mark.slow
 
 BLOCK = 4
-# As many heads and experts as there are devices. The drafts are often right.
-CONFIG = dataclasses.replace(drafting_model.CONFIG, num_attention_heads=8, n_routed_experts=8)
+# As many heads and experts as there are devices. The drafts are often right. Sizes and options are those of
+# test_handoff_processes: whichever comes second finds most of its programs in the cache.
+CONFIG = dataclasses.replace(
+    drafting_model.CONFIG, vocab_size=TOKENIZER.vocab_size, num_attention_heads=8, n_routed_experts=8
+)
 # Prefill, decode, drafts of a step, and requests at a time on each rank that decodes.
 CASES = (
     ("pcp=8,dcp=8,ep=8", "dp=8,ep=8", 3, 1),

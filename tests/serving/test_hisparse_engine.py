@@ -18,6 +18,8 @@ from glmjax.programs import Programs
 from glmjax.serving.handle import EngineError
 from glmjax.step_io import StepShape
 
+pytestmark = pytest.mark.slow  # real programs
+
 NEW = 14
 
 

@@ -12,6 +12,8 @@ from glmjax.errors import ConfigError
 from glmjax.sharding.layout import Layout
 from glmjax.types import SamplingParams
 
+pytestmark = pytest.mark.slow  # real programs
+
 FOLDER = REFERENCE / "tiny_glm"
 BLOCK, MAX_LEN, BUDGET, TOP_K = 4, 192, 16, 8
 OPTIONS = {
