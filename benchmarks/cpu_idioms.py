@@ -17,6 +17,7 @@ from rich.table import Table
 
 from glmjax.kernels import few_rows
 from glmjax.kernels.grouped_matmul import grouped_swiglu
+from glmjax.kernels.grouped_schedule import tile_rows
 from glmjax.kernels.index_scores import index_scores
 from glmjax.kernels.topk import select_top_k
 
@@ -108,11 +109,12 @@ def experts() -> Iterator[tuple[str, str, float]]:
 
         return jax.lax.fori_loop(0, len(gate_up), one, x)
 
-    library, own = "a matrix product for a tile of 8 rows", f"tiles of 2 or {few_rows.FEW} rows in place"
     for rows in (4, 16, 64):
         x, what = jax.random.normal(jax.random.key(12), (rows, 512)), f"7 layers of experts, {rows} rows"
         ids = jax.random.permutation(jax.random.key(13), jnp.tile(jnp.arange(32), (rows, 1)), axis=1, independent=True)
         arguments = x, ids[:, :4], gate_up, down
+        library = f"a matrix product for a tile of {tile_rows(4 * rows, 32)} rows"
+        own = f"tiles of {tile_rows(4 * rows, 32, in_place=True)} rows in place"
         with mock.patch.object(few_rows, "suits", lambda *_: False):
             yield what, library, _anew(layers, arguments)
         with mock.patch.object(few_rows, "loop_on_all_cores", lambda index: index):

@@ -36,7 +36,7 @@ KINDS = (
     ("layers' weights copied out of their stacks", r"dynamic-slice"),
     ("KV rows and index keys gathered", r"gather"),
     ("matrix products", r"^(ynn_fusion|dot|.*_dot_|(slice|multiply)_reduce_fusion)"),
-    ("top-k and sorts", r"^(custom-call|sort|convert_reduce_fusion)"),
+    ("top-k, and sorts that only keep a loop on all cores", r"^(custom-call|sort|convert_reduce_fusion)"),
     ("all else: norms, rotation, softmax, masks", r"^[a-z-]+(_[a-z-]+)*(\.|$)"),
 )
 NOT_OPERATIONS = re.compile(r"^\$|::|PjitFunction|[A-Z ]")

@@ -87,7 +87,9 @@ def grouped_matmul(
     return out[0]
 
 
+@functools.cache
 def _launch(product: Product, interpret: Any) -> Callable[..., list[jax.Array]]:
+    """The kernel, made once for all layers of a program: jitted, it is also lowered once."""
     tuning, inputs = product.tuning, 6 if product.fp8 else 4
 
     def body(*refs: Any, **scratch: Any) -> None:
@@ -98,7 +100,7 @@ def _launch(product: Product, interpret: Any) -> Callable[..., list[jax.Array]]:
         pl.when(role < tuning.consumers)(lambda: block.consume(role))
 
     options = {} if interpret is None else {"interpret": interpret}
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=product.results(),
         grid=(tuning.blocks // tuning.cluster,),
@@ -111,6 +113,7 @@ def _launch(product: Product, interpret: Any) -> Callable[..., list[jax.Array]]:
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         **options,
     )
+    return jax.jit(kernel) if interpret is None else kernel
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def grouped_swiglu(
       down_scale: [M, E, ceil(D / 128), ceil(F / 128)] float32, or None.
       layer: which of the M; weights are read where they are, without a copy of the layer.
       pair_weights: [T, k] float32, or None for the outputs of all pairs.
-      expected_pairs: pairs that are not -1, about; all unless told. The Hopper form picks the size of its tiles by it.
+      expected_pairs: pairs that are not -1, about; all unless told. The size of tiles is picked by it.
 
     Returns:
       [T, D] float32, each token's outputs summed by weight; without weights [T, k, D] in x's dtype.
@@ -85,7 +85,7 @@ def grouped_swiglu(
         gate, up = jnp.split(multiply(rows, expert, gate_up, gate_up_scale), 2, axis=-1)
         return multiply(jax.nn.silu(gate) * up, expert, down, down_scale)
 
-    out = grouped_apply(x, expert_ids, gate_up.shape[1], apply)
+    out = grouped_apply(x, expert_ids, gate_up.shape[1], apply, expected_pairs)
     if pair_weights is None:
         return out
     return jnp.einsum("tkd,tk->td", out.astype(jnp.float32), pair_weights)
@@ -103,7 +103,9 @@ def obstacle(x: jax.Array, weights: jax.Array, *, fp8: bool) -> str | None:
     return None
 
 
-def grouped_apply(x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: ExpertFunction) -> jax.Array:
+def grouped_apply(
+    x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: ExpertFunction, expected_pairs: int | None = None
+) -> jax.Array:
     """Applies to each token the experts it chose.
 
     Args:
@@ -111,6 +113,7 @@ def grouped_apply(x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: 
       expert_ids: [T, k] int32 in [0, num_experts); -1 skips the pair, and its output is zero.
       num_experts: E.
       apply: one expert on a tile of rows.
+      expected_pairs: pairs that are not -1, about; all unless told.
 
     Returns:
       [T, k, D]: output of token t's j-th expert.
@@ -118,8 +121,8 @@ def grouped_apply(x: jax.Array, expert_ids: jax.Array, num_experts: int, apply: 
     T, k = expert_ids.shape
     if T * k <= UNROLL_PAIRS:
         return _apply_pairs(x, expert_ids, apply)
-    tile = tile_rows(T * k, num_experts, in_place=few_rows.suits(2, x.shape[1]))
-    in_place = tile <= few_rows.FEW
+    tile = tile_rows(expected_pairs or T * k, num_experts, in_place=few_rows.suits(2, x.shape[1]))
+    in_place = few_rows.suits(tile, x.shape[1])
     places, tile_experts, num_tiles, max_tiles = group_by_expert(expert_ids.reshape(-1), num_experts, tile)
     # Row of x for every place of the tiled order; unused places read row 0 and are never read back.
     source = jnp.zeros(max_tiles * tile, jnp.int32)

@@ -145,17 +145,19 @@ def flat_pool(
 def read_blocks(
     keys: jax.Array, scale: jax.Array | None, blocks: jax.Array, block_size: int
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Keys [R, n * block_size, d] and scales [R, n * block_size] of blocks [R, n], entries out of range clamped."""
+    """Keys [R, n * block_size, d] and scales [R, n * block_size] of blocks [R, n], entries out of range clamped.
+
+    Keys that are fp8, or its bytes as uint8, are read as bytes: XLA's CPU backend would turn the whole pool into f16 to
+    read a block of it. Bytes are best given as such, or a branch of a program may copy the pool from one to the other.
+    """
 
     def read(pool: jax.Array) -> jax.Array:
         by_block = pool.reshape(-1, block_size, *pool.shape[1:])
         return by_block.at[blocks].get(mode="clip").reshape(blocks.shape[0], -1, *pool.shape[1:])
 
-    # fp8 travels as bytes: XLA's CPU backend would turn the whole pool into f16 to read a block of it.
-    if keys.dtype == FP8:
-        found = jax.lax.bitcast_convert_type(read(jax.lax.bitcast_convert_type(keys, jnp.uint8)), FP8)
-    else:
-        found = read(keys)
+    found = read(jax.lax.bitcast_convert_type(keys, jnp.uint8) if keys.dtype == FP8 else keys)
+    if found.dtype == jnp.uint8:
+        found = jax.lax.bitcast_convert_type(found, FP8)
     return found, None if scale is None else read(scale)
 
 

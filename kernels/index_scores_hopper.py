@@ -17,6 +17,7 @@ sums are not quite those of float32; the error is far below that of rounding key
 # (What a kernel handles are references, whose types Pallas does not name.)
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -127,6 +128,7 @@ def _parts(tiles: int, steps: int, min_steps: int) -> int:
     return max(1, min(wanted, steps // min_steps))
 
 
+@functools.cache
 def _make_kernel(R: int, tiles: int, H: int, steps: int, parts: int, config: Config) -> Any:
     tile, stages = config.queries, config.stages
     columns = tile * H
@@ -223,7 +225,7 @@ def _make_kernel(R: int, tiles: int, H: int, steps: int, parts: int, config: Con
 
             plgpu.wait_smem_to_gmem(0)
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         index_scores,
         out_type=jax.ShapeDtypeStruct((R * tiles, tile, steps * STEP), jnp.float32),
         grid=(R * tiles, parts),
@@ -247,6 +249,7 @@ def _make_kernel(R: int, tiles: int, H: int, steps: int, parts: int, config: Con
             "free": plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages),
         },
     )
+    return jax.jit(kernel)  # lowered once, however many layers call it
 
 
 def cases() -> tuple[Case, ...]:

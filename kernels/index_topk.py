@@ -92,11 +92,12 @@ def index_top_k(
     per_chunk = min(chunk_blocks(query.shape[0], block_size), blocks.shape[1])
     blocks = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % per_chunk)))
     chunk = per_chunk * block_size
+    stored = index_key.reshape(keys.shape)
 
     def read(i: jax.Array) -> Keys:
         here = jax.lax.dynamic_slice_in_dim(blocks, i * per_chunk, per_chunk, axis=1)
         positions = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        return *read_blocks(keys, scale, here, block_size), positions
+        return *read_blocks(stored, scale, here, block_size), positions
 
     source = KeySource(chunk, blocks.shape[1] // per_chunk, read, lambda context: context, lambda i: i)
     return in_order(*scan_context(k, source, query, head_weights, visible - 1, scored=True))

@@ -228,6 +228,12 @@ def merge_lists(
     return scores, positions
 
 
+def sample(parts: int) -> tuple[int, int]:
+    """How many pivots there are, and of every how-manieth part: the last is of no part, and so below every score."""
+    stride = -(-parts // (MOST_PIVOTS - 1))
+    return next_power_of_two(-(-parts // stride) + 1), stride
+
+
 def _gather(parts: Parts, published: jax.Array, lists: jax.Array, counts: jax.Array) -> tuple[jax.Array, ...]:
     """Each row's candidates for its k best in one list.
 
@@ -235,8 +241,7 @@ def _gather(parts: Parts, published: jax.Array, lists: jax.Array, counts: jax.Ar
       lists [rows, width, 2] int32 in order of position; how many they hold [rows] int32; the key that just these reach
       [rows] int32, where they are k or more.
     """
-    stride = -(-(parts.parts + 1) // MOST_PIVOTS)
-    pivots = next_power_of_two(-(-(parts.parts + 1) // stride))  # one is of no part and below every score
+    pivots, stride = sample(parts.parts)
     width = -(-parts.parts * parts.k // 16) * 16
     size = jax.ShapeDtypeStruct((parts.rows,), jnp.int32)
     shared: dict[str, Any] = {

@@ -18,6 +18,7 @@ conversion: they land in the swizzle, and the tiles alternate between two buffer
 # mypy: allow-untyped-defs
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -89,10 +90,11 @@ def _hidden_zero(simulate: bool) -> Any:
     return zero()
 
 
+@functools.cache
 def make_kernel(
     queries: int, heads: int, scale: float, quantized: bool, config: Config, simulate: bool, interpret: Any
 ) -> Any:
-    """Builds the kernel.
+    """Builds the kernel, once for all layers of a program: jitted, it is also lowered once.
 
     It takes query_latent [T, H, 512] and query_rope [T, H, 64] bf16; the pools latent [L, S, 512] uint8 or bf16, rope
     [L, S, 64] bf16 and, if quantized, latent_scale [L, S, 4] float32 (else None); rows [T, K] int32, used [T] int32
@@ -339,7 +341,7 @@ def make_kernel(
     if simulate and splits > 1:
         out_type += simulated_parts(queries * head_blocks, splits, block_heads, LATENT)
         scratch["met"] = plgpu.ClusterBarrier(collective_axes=(AXIS,), num_arrivals=SHARES + 1, num_barriers=MEETINGS)
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         sparse_mla,
         out_type=out_type,
         grid=(queries * head_blocks,),
@@ -357,3 +359,4 @@ def make_kernel(
         scratch_types=scratch,
         interpret=interpret,
     )
+    return jax.jit(kernel) if interpret is None else kernel

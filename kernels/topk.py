@@ -18,6 +18,7 @@ from glmjax.kernels.index_limits import row_obstacle
 SORT_SCORES = 8192  # up to here, of all rows together, jax.lax.top_k is faster
 CHUNK = 8192  # scores of a row that are added to a selection at once, at most
 GROUP = 16  # words of 32 entries that are counted together
+SPAN = 64  # numbers that are summed at once
 
 
 def top_k(
@@ -49,10 +50,9 @@ def top_k(
     def add(i: jax.Array | int, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         part = jax.lax.dynamic_slice_in_dim(scores, i * size, size, axis=1)
         positions = i * size + jnp.arange(size, dtype=jnp.int32)
-        seen = part > -jnp.inf  # NaN compares false
         if visible is not None:
-            seen &= positions < visible[:, None]
-        return merge_top_k(*best, jnp.where(seen, part, -jnp.inf), positions)
+            part = jnp.where(positions < visible[:, None], part, -jnp.inf)
+        return merge_top_k(*best, part, positions)
 
     start = (jnp.full((N, k), -jnp.inf), jnp.full((N, k), -1, jnp.int32))
     return in_order(*jax.lax.fori_loop(0, chunks, add, start))
@@ -85,6 +85,7 @@ def merge_top_k(
 def best_of(scores: jax.Array, places: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The k best scores [..., S] and their places [..., S], in the form that ``merge_top_k`` goes on with."""
     rows, size = math.prod(scores.shape[:-1]), scores.shape[-1]
+    scores = jnp.where(scores > -jnp.inf, scores, -jnp.inf)  # NaN compares false, and is never chosen
     if k <= size and rows * size <= SORT_SCORES:
         # Stable: of equal scores the first, which is the lowest position, comes first.  It ranks -0 below 0.
         best, where = jax.lax.top_k(jax.lax.bitcast_convert_type(_bits(scores), jnp.float32), k)
@@ -109,7 +110,7 @@ def select_top_k(scores: jax.Array, k: int) -> jax.Array:
     threshold = _kth_largest(key, k)[:, None]
     above, equal = key > threshold, key == threshold
     room = k - jnp.sum(above, axis=-1, keepdims=True)
-    chosen = (above | (equal & (_running_count(equal) <= room))) & (scores > -jnp.inf)
+    chosen = (above | (equal & (_running_sum(equal.astype(jnp.float32)) <= room))) & (scores > -jnp.inf)
     return compact(chosen, k)
 
 
@@ -140,18 +141,18 @@ def _kth_largest(key: jax.Array, k: int) -> jax.Array:
     return jax.lax.fori_loop(0, 16, decide, least)
 
 
-def _running_count(mask: jax.Array, block: int = 64) -> jax.Array:
-    """Inclusive count of True along each row [N, S], as two small matrix products."""
-    N, S = mask.shape
-    x = jnp.pad(mask, ((0, 0), (0, -S % block))).astype(jnp.float32).reshape(N, -1, block)
-    within = x @ _upper(block)
-    before = within[..., -1] @ _upper(x.shape[1], 1)
-    return (within + before[..., None]).reshape(N, -1)[:, :S].astype(jnp.int32)
+def _running_sum(x: jax.Array) -> jax.Array:
+    """Inclusive sums along each row of whole numbers [N, S] float32, by products with small triangles of ones.
 
-
-def _upper(size: int, above: int = 0) -> np.ndarray:
-    """An upper triangle of ones, as a constant: XLA would compute it anew in every turn of a loop."""
-    return np.triu(np.ones((size, size), np.float32), above)
+    The triangles are constants of NumPy's: XLA would compute others anew in every turn of a loop.
+    """
+    N, S = x.shape
+    if S <= SPAN:
+        return jnp.matmul(x, np.triu(np.ones((S, S), np.float32)), precision="highest")
+    spans = jnp.pad(x, ((0, 0), (0, -S % SPAN))).reshape(-1, SPAN)
+    within = _running_sum(spans).reshape(N, -1, SPAN)
+    total = within[..., -1]
+    return (within + (_running_sum(total) - total)[..., None]).reshape(N, -1)[:, :S]
 
 
 def compact(mask: jax.Array, k: int) -> jax.Array:
@@ -165,7 +166,7 @@ def compact(mask: jax.Array, k: int) -> jax.Array:
     halves = (bits @ (2.0 ** jnp.arange(16))).astype(jnp.uint32)  # exact: below 2^16
     words = halves[..., 0] | (halves[..., 1] << 16)
     count = jax.lax.population_count(words).astype(jnp.float32)
-    through = count @ _upper(count.shape[1])  # inclusive
+    through = _running_sum(count)
     wanted = jnp.arange(1, k + 1, dtype=jnp.float32)
     groups = through.reshape(N, -1, GROUP)
     # XLA's CPU backend stores what these sums are of: [N, k, words] at once would be larger than any cache.

@@ -419,15 +419,17 @@ def test_a_decode_step_reads_every_weight_but_of_experts_those_that_are_chosen()
     params = random_params(config, mtp=False)
     least_bytes = part("least").least_bytes
     all_but_embed = sum(x.nbytes for x in jax.tree.leaves(params)) - params.embed.nbytes
-    many = least_bytes(config, params, 10_000, 100)
+    context = config.index_topk + 10
+    many = least_bytes(config, params, 10_000, context)
     assert many["weights"] + many["experts"] == pytest.approx(all_but_embed)
-    one = least_bytes(config, params, 1, 100)
+    one = least_bytes(config, params, 1, context)
     assert one["weights"] == many["weights"]
     experts = config.num_experts_per_tok / config.n_routed_experts
     assert one["experts"] == pytest.approx(experts * many["experts"])
-    assert many["index keys"] == 10_000 * one["index keys"]
-    longer = least_bytes(config, params, 1, 10 * config.index_topk)
-    assert longer["KV rows"] == least_bytes(config, params, 1, config.index_topk)["KV rows"]
+    assert many["index keys"] == 10_000 * one["index keys"] > 0
+    shorter = least_bytes(config, params, 1, config.index_topk)
+    assert shorter["index keys"] == 0
+    assert shorter["KV rows"] == one["KV rows"]
 
 
 @pytest.mark.parametrize(
@@ -438,7 +440,7 @@ def test_a_decode_step_reads_every_weight_but_of_experts_those_that_are_chosen()
         ("dot.228", "matrix products"),
         ("copy_dot_fusion.1", "matrix products"),
         ("gather_bitcast_fusion", "KV rows and index keys gathered"),
-        ("custom-call.2", "top-k and sorts"),
+        ("custom-call.2", "top-k, and sorts that only keep a loop on all cores"),
         ("add_rsqrt_fusion.4", "all else: norms, rotation, softmax, masks"),
         ("while.55", ""),
         ("cond.5.clone.7", ""),

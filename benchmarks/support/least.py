@@ -17,7 +17,8 @@ READ_MB, READS = 256, 5
 def least_bytes(config: GLMConfig, params: Params, batch: int, context: int) -> dict[str, float]:
     """Bytes that a decode step reads once, by what they are.
 
-    Of the routed experts those count that some token chooses, on average if each is as likely for every token.
+    Index keys are not needed while all positions are chosen. Of the routed experts those count that some token chooses,
+    on average if each is as likely for every token.
 
     Args:
       params: of the trunk, float32.
@@ -33,7 +34,8 @@ def least_bytes(config: GLMConfig, params: Params, batch: int, context: int) -> 
         found["weights"] += sum(x.nbytes for x in jax.tree.leaves(params.moe)) - routed_bytes
         found["experts"] = chosen * routed_bytes
     item, rows = params.head.dtype.itemsize, min(context, config.index_topk)
-    found["index keys"] = float(batch * context * config.num_full_indexers * config.index_head_dim * item)
+    scored = context if context > config.index_topk else 0
+    found["index keys"] = float(batch * scored * config.num_full_indexers * config.index_head_dim * item)
     width = config.kv_lora_rank + config.qk_rope_head_dim
     found["KV rows"] = float(batch * rows * config.num_hidden_layers * width * item)
     return found
@@ -41,10 +43,10 @@ def least_bytes(config: GLMConfig, params: Params, batch: int, context: int) -> 
 
 def read_bandwidth(cores: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Bytes a second that so many cores read from memory together; the best of a few times."""
-    arrays = [np.ones(READ_MB << 18, np.float32) for _ in range(cores)]
+    arrays = [np.ones(READ_MB << 17, np.int64) for _ in range(cores)]
     best = math.inf
     for _ in range(READS):
-        threads = [threading.Thread(target=x.sum) for x in arrays]
+        threads = [threading.Thread(target=np.bitwise_or.reduce, args=(x,)) for x in arrays]
         start = clock()
         for thread in threads:
             thread.start()

@@ -125,7 +125,7 @@ def test_many_rows_are_a_matrix_product():
     assert [is_product(fp8_product, T, *fp8) for T in (FEW, FEW + 1)] == [False, True]
 
 
-@pytest.mark.parametrize("T", [8, 32])
+@pytest.mark.parametrize("T", [8, 32, 40])
 def test_experts_of_small_groups_are_left_to_all_cores(T):
     """XLA makes one kernel, for one core, of a loop without a sort or a call of a library."""
     (case,) = (case for case in cases(T) if case[0] == "experts")

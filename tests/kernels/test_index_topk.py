@@ -85,6 +85,18 @@ def test_scores_take_no_array_of_context_by_heads(queries):
     assert memory.memory_analysis().temp_size_in_bytes < 4 * context * heads
 
 
+def test_no_way_to_select_copies_the_pool():
+    """XLA would, where a branch takes other than what the pool is stored as."""
+    heads, dim, context = 32, 128, 1 << 16
+    query, weights = jnp.zeros((1, 1, heads, dim), jnp.float8_e4m3fn), jnp.zeros((1, 1, heads))
+    keys, scale = jnp.zeros((1, context, dim), jnp.uint8), jnp.zeros((1, context))
+    tables, visible = jnp.zeros((1, context // 64), jnp.int32), jnp.zeros((1, 1), jnp.int32)
+    compiled = (
+        jax.jit(index_top_k, static_argnums=7).lower(query, weights, keys, scale, 0, tables, visible, 64).compile()
+    )
+    assert compiled.memory_analysis().temp_size_in_bytes < keys.nbytes / 2
+
+
 def test_contiguous_keys_are_a_pool():
     (query, weights, keys, scale, _), numbers = inputs(1, fp8=True)
     tables, visible = contiguous_tables(REQUESTS, 64, BLOCK), np.array([[64], [40]], np.int32)

@@ -116,11 +116,31 @@ def test_parts_that_differ_leave_a_short_list(slope, monkeypatch, sizes):
     assert (sizes[0] >= K).all() and (sizes[0] < 2 * K).all()
 
 
-def test_more_parts_than_pivots(monkeypatch, sizes):
+@pytest.mark.parametrize("most", [8, 64])
+def test_one_pivot_is_below_every_score(most, monkeypatch):
+    monkeypatch.setattr(merge_triton, "MOST_PIVOTS", most)
+    for parts in range(2, 2 * MULTIPROCESSORS + 1):
+        pivots, stride = merge_triton.sample(parts)
+        assert pivots <= most and (pivots - 1) * stride >= parts
+
+
+@pytest.mark.parametrize("parts", [21, 22])
+def test_more_parts_than_pivots(parts, monkeypatch, sizes):
     monkeypatch.setattr(merge_triton, "MOST_PIVOTS", 8)
     scores = kinds(2000)[[0, 1, 4, 5, 11]]
-    assert_merges(monkeypatch, scores, 21, 2)
+    assert_merges(monkeypatch, scores, parts, 2)
     assert (sizes[0][[0, 3]] < 4 * K).all()
+
+
+def test_parts_between_the_pivots_may_hold_the_best(monkeypatch):
+    """Fewer than k reach what the others published, each by itself the best."""
+    monkeypatch.setattr(merge_triton, "MOST_PIVOTS", 8)
+    parts, part_size = 22, 10
+    _, stride = merge_triton.sample(parts)
+    scores = np.random.default_rng(3).standard_normal((2, parts * part_size)).astype(np.float32)
+    of_pivot = np.arange(parts * part_size) // part_size % stride == 0
+    assert_merges(monkeypatch, np.where(of_pivot, scores + 100, scores), parts, 2, k=128)
+    assert_merges(monkeypatch, np.where(of_pivot, scores, scores + 100), parts, 2, k=128)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 100, 131, 132, 133, 512, 4096])
