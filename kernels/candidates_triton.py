@@ -166,13 +166,15 @@ class Parts:
 
     @classmethod
     def cut(cls, rows: int, size: int, *, groups: int, block: int, k: int, capacity: int) -> "Parts":
-        """Up to two programs for every multiprocessor, but of rows of full size no parts smaller than k.
+        """Up to two programs for every multiprocessor, but no more parts than a row of full size has blocks.
+
+        Parts may be smaller than k: what they lack of their share of the k best, others have.
 
         Args:
           size: of the longest row.
           groups: programs that the rows take for one part.
         """
-        parts = max(1, min(2 * MULTIPROCESSORS // groups, size // max(k, block)))
+        parts = max(1, min(2 * MULTIPROCESSORS // groups, size // block))
         return cls(rows, parts, block, k, capacity)
 
     @property

@@ -186,7 +186,7 @@ def index_top_k_triton(
     visible = jnp.clip(visible, 0, blocks * KEY_BLOCK).reshape(-1, tile)
     extents = jnp.broadcast_to(jnp.max(visible, axis=1, keepdims=True), visible.shape).reshape(-1)
     visible = visible.reshape(-1)
-    parts = _parts(R * tiles, blocks, k, config)
+    parts = parts_of(R * tiles, blocks, k, config)
     published, lists, counts = triton_call(
         query, head_weights, pool, pool_scale, tables, visible, extents, nothing_published(parts),
         tiles, blocks, parts.parts, config.early,
@@ -205,7 +205,7 @@ def index_top_k_triton(
     return scores, positions
 
 
-def _parts(groups: int, blocks: int, k: int, config: Config) -> Parts:
+def parts_of(groups: int, blocks: int, k: int, config: Config) -> Parts:
     size = blocks * KEY_BLOCK
     return Parts.cut(groups * config.queries, size, groups=groups, block=KEY_BLOCK, k=k, capacity=config.capacity)
 
@@ -213,6 +213,7 @@ def _parts(groups: int, blocks: int, k: int, config: Config) -> Parts:
 def cases() -> tuple[Case, ...]:
     """Shapes in use of GLM-5.3: decode with and without three draft tokens, and chunks of a prefill."""
     return (
+        _case("decode", 8, 1, 32768),
         _case("decode", 8, 1, 131072),
         _case("decode", 8, 1, 1048576),
         _case("decode", 8, 4, 131072),
@@ -225,7 +226,7 @@ def cases() -> tuple[Case, ...]:
 def _case(name: str, R: int, Q: int, context: int, k: int = MAX_K, heads: int = 32, slots: int = 1 << 20) -> Case:
     config = default_config(Q, heads)
     blocks, groups = context // KEY_BLOCK, R * -(-Q // config.queries)
-    parts = _parts(groups, blocks, k, config)
+    parts = parts_of(groups, blocks, k, config)
     keys = groups * (context * (HEAD_DIM + 4) + 4 * blocks)  # once for each tile of queries
     queries = R * Q * heads * (HEAD_DIM + 4) * parts.parts
     return Case(

@@ -29,6 +29,7 @@ from glmjax.kernels.candidates_triton import (
 from glmjax.kernels.index_limits import MAX_K, row_obstacle
 from glmjax.kernels.merge_triton import merge_lists
 from glmjax.kernels.report_case import Case
+from glmjax.kernels.roofline import MULTIPROCESSORS
 from glmjax.kernels.triton_call import triton_call
 
 
@@ -98,6 +99,15 @@ class Config:
             )
 
 
+def default_config(rows: int, size: int) -> Config:
+    """Blocks of 1,024 scores, or shorter ones, of 128 at least, where a part would not have two of them."""
+    part = size // max(1, 2 * MULTIPROCESSORS // rows)
+    block = Config.block
+    while block > 128 and part < 2 * block:
+        block //= 2
+    return Config(block=block, early=block)
+
+
 def top_k_triton(
     scores: jax.Array, k: int, visible: jax.Array | None = None, *, config: Config | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -117,9 +127,9 @@ def top_k_triton(
     """
     if obstacle := row_obstacle(scores, k):
         raise ConfigError(f"top_k in Triton: {obstacle}")
-    config = config or Config()
-    config.check(k)
     N, S = scores.shape
+    config = config or default_config(N, S)
+    config.check(k)
     visible = jnp.full((N,), S, jnp.int32) if visible is None else jnp.clip(visible, 0, S)
     parts = Parts.cut(N, S, groups=N, block=config.block, k=k, capacity=config.capacity)
     published, lists, counts = triton_call(
@@ -138,12 +148,12 @@ def top_k_triton(
 
 def cases() -> tuple[Case, ...]:
     """Shapes in use: the scores of a decode batch and of a prefill chunk."""
-    shapes = [("decode", 8, 131072), ("decode", 8, 1048576), ("decode", 32, 131072), ("prefill", 2048, 131072)]
-    return tuple(_case(name, rows, size) for name, rows, size in shapes)
+    decode = ((8, 32768), (8, 131072), (8, 1048576), (32, 131072))
+    return (*(_case("decode", rows, size) for rows, size in decode), _case("prefill", 2048, 131072))
 
 
 def _case(name: str, rows: int, size: int, k: int = MAX_K) -> Case:
-    config = Config()
+    config = default_config(rows, size)
     parts = Parts.cut(rows, size, groups=rows, block=config.block, k=k, capacity=config.capacity)
     return Case(
         kernel="top_k",

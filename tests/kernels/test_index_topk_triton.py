@@ -20,8 +20,9 @@ from glmjax.errors import ConfigError
 from glmjax.kernels import candidates_triton, index_topk_triton, merge_triton
 from glmjax.kernels.index_scores import index_scores_numpy
 from glmjax.kernels.index_topk import index_top_k
-from glmjax.kernels.index_topk_triton import Config, cases, index_top_k_triton
+from glmjax.kernels.index_topk_triton import Config, cases, default_config, index_top_k_triton
 from glmjax.kernels.machine_code import machine_code
+from glmjax.kernels.roofline import MULTIPROCESSORS
 from glmjax.kernels.topk import top_k_numpy
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -207,6 +208,14 @@ def test_moves_little_more_than_it_must(case):
     tiles = requests * -(-queries // 8)
     least = tiles * blocks * (BLOCK * (DIM + 4) + 4) + requests * queries * (heads * (DIM + 4) + 8 * 2048)
     assert least < case.bytes <= 1.15 * least
+
+
+@pytest.mark.parametrize("context", [2112, 4096, 8192, 16384, 32768, 65536, 131072, 1 << 20])
+@pytest.mark.parametrize(("requests", "queries"), [(1, 1), (8, 1), (8, 4), (32, 1), (1, 512)])
+def test_short_contexts_fill_an_h200_too(requests, queries, context):
+    tiles, blocks, config = requests * -(-queries // 8), context // BLOCK, default_config(queries, HEADS)
+    parts = index_topk_triton.parts_of(tiles, blocks, 2048, config).parts
+    assert parts <= blocks and tiles * parts >= min(MULTIPROCESSORS, tiles * blocks)
 
 
 @needs_plugin
