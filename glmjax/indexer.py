@@ -72,9 +72,8 @@ def select(
     if has_kernel(query, pool.index_key, pool.index_scale, config.index_topk, share.block_size):
         best = _best_by_kernel(config.index_topk, pool, place, query, head_weights, positions, tables, share)
     else:
-        blocks = chunk_blocks(R, share.block_size)
         own = share.kv != "kv_gather"
-        source = _own_keys(pool, place, tables, blocks, share) if own else _gathered_keys(pool, blocks, share)
+        source = _own_keys(pool, place, tables, share) if own else _gathered_keys(pool, R, share)
         if kv.cache.quantized:
             query = query.astype(jnp.float32)
         best = scan_context(config.index_topk, source, query, head_weights, positions)
@@ -127,35 +126,35 @@ def _best_by_kernel(
     return merge_candidates(side_by_side(scores), side_by_side(found), k)
 
 
-def _own_keys(cache: KVCache, indexer: jax.Array | int, tables: jax.Array, blocks: int, share: Share) -> KeySource:
+def _own_keys(cache: KVCache, indexer: jax.Array | int, tables: jax.Array, share: Share) -> KeySource:
     """The keys in this device's pool: of every position, or of those of its DCP rank."""
-    layout, rank = share.layout, share.shard_rank
-    blocks = min(blocks, tables.shape[1])
-    chunk = blocks * share.block_size
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % blocks)))
+    layout, rank, block_size = share.layout, share.shard_rank, share.block_size
+    chunk, piece = chunk_blocks(tables.shape[0], block_size, tables.shape[1])
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % piece)))
 
     def position(i: jax.Array) -> jax.Array:
         return cp.global_position(i, layout.dcp, rank, layout.interleave) if layout.dcp > 1 else i
 
-    def read(i: jax.Array) -> Keys:
-        part = jax.lax.dynamic_slice_in_dim(tables, i * blocks, blocks, axis=1)
-        keys, scale = read_index_keys(cache, indexer, part, share.block_size)
-        return keys, scale, position(i * chunk + jnp.arange(chunk, dtype=jnp.int32))
+    def read(first: jax.Array, count: int) -> Keys:
+        part = jax.lax.dynamic_slice_in_dim(tables, first // block_size, count // block_size, axis=1)
+        keys, scale = read_index_keys(cache, indexer, part, block_size)
+        return keys, scale, position(first + jnp.arange(count, dtype=jnp.int32))
 
     def count(context: jax.Array) -> jax.Array:
         return cp.local_length(context, layout.dcp, rank, layout.interleave)
 
-    return KeySource(chunk, tables.shape[1] // blocks, read, count, position)
+    chunk, piece, size = (n * block_size for n in (chunk, piece, tables.shape[1]))
+    return KeySource(chunk, piece, size, read, count, position)
 
 
-def _gathered_keys(view: KVCache, blocks: int, share: Share) -> KeySource:
+def _gathered_keys(view: KVCache, requests: int, share: Share) -> KeySource:
     """The keys of every position, in the gathered copy."""
-    blocks = max(1, min(blocks // share.layout.dcp, share.block_tables.shape[1]))
-    chunk = blocks * share.block_size * share.layout.dcp
-    chunks = -(-share.block_tables.shape[1] * share.block_size * share.layout.dcp // chunk)
+    block_size, blocks = share.block_size * share.layout.dcp, share.block_tables.shape[1]  # of all ranks together
+    chunk, piece = chunk_blocks(requests, block_size, blocks)
 
-    def read(i: jax.Array) -> Keys:
-        positions = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    def read(first: jax.Array, count: int) -> Keys:
+        positions = first + jnp.arange(count, dtype=jnp.int32)
         return *read_gathered_keys(view, positions, share), positions
 
-    return KeySource(chunk, chunks, read, lambda context: context, lambda i: i)
+    chunk, piece, size = (n * block_size for n in (chunk, piece, -(-blocks // piece) * piece))
+    return KeySource(chunk, piece, size, read, lambda context: context, lambda i: i)

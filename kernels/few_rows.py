@@ -45,7 +45,7 @@ def loop_on_all_cores(index: jax.Array) -> jax.Array:
 
     XLA's CPU backend makes one kernel, which one core runs, of a loop without a sort or a call of a library in it.
     """
-    return jax.lax.sort(jnp.stack([index, index]))[0]
+    return jax.lax.sort(jnp.stack([index, index]))[0] if target_device()[0] == "cpu" else index
 
 
 def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -58,14 +58,22 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
     terms = [weight.astype(jnp.float32) * row[..., None, :] for row in rows]
     if len(terms) == 1:
         halves = jnp.split(terms[0], 2, axis=-1)
-        return sums(halves, weight.ndim - 1).sum(axis=0, keepdims=True)
-    return sums(terms, weight.ndim - 1)
+        first, second = sums(halves, weight.ndim - 1)
+        return (first + second)[None]
+    return jnp.stack(sums(terms, weight.ndim - 1))
 
 
-def sums(terms: Sequence[jax.Array], axis: int) -> jax.Array:
-    """Sums of several arrays of one shape and type along an axis, stacked: one loop with what computes the terms."""
+def multiply_each(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
+    """Few rows of each of several weights: x [n, B, K] times n of [R, K] -> [n, B, R] float32, all in one loop."""
+    rows = jax.lax.optimization_barrier(x).astype(jnp.float32)
+    terms = [w.astype(jnp.float32) * row for w, of_weight in zip(weights, rows, strict=True) for row in of_weight]
+    return jnp.stack(sums(terms, 1)).reshape(*x.shape[:2], -1)
+
+
+def sums(terms: Sequence[jax.Array], axis: int) -> Sequence[jax.Array]:
+    """Sums of several arrays of one shape and type along an axis: one loop with what computes the terms."""
 
     def add(total: tuple[jax.Array, ...], term: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(a + b for a, b in zip(total, term, strict=True))
 
-    return jnp.stack(jax.lax.reduce(tuple(terms), (jnp.zeros((), terms[0].dtype),) * len(terms), add, (axis,)))
+    return jax.lax.reduce(tuple(terms), (jnp.zeros((), terms[0].dtype),) * len(terms), add, (axis,))

@@ -6,7 +6,8 @@ rows and loops over the tiles in use, so the work follows the routing and no tok
 projections.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from glmjax.kernels.grouped_schedule import group_by_expert, tile_rows
 
 WGMMA_ROWS = 64  # of a weight, at once
 UNROLL_PAIRS = 8  # up to here pairs are not grouped
-ExpertFunction = Callable[[jax.Array, jax.Array], jax.Array]  # (expert id, rows [B, D]) -> [B, D]
+ExpertFunction = Callable[[Sequence[jax.Array], jax.Array], jax.Array]  # (n experts' ids, rows [n, B, D]) -> [n, B, D]
 
 
 def grouped_swiglu(
@@ -73,17 +74,24 @@ def grouped_swiglu(
             expected_pairs=expected_pairs,
         )
 
-    def multiply(rows: jax.Array, expert: jax.Array, values: jax.Array, scale: jax.Array | None) -> jax.Array:
-        weight = take(values, layer, expert)
-        if scale is None:
-            weight = weight.astype(x.dtype)
-        else:
-            weight = dequantize(weight, scale[layer, expert], weight_dtype(rows))
-        return matmul(rows, weight.reshape(-1, rows.shape[1]), dequantized=scale is not None)
+    def multiply(
+        rows: jax.Array, experts: Sequence[jax.Array], values: jax.Array, scale: jax.Array | None
+    ) -> jax.Array:
+        def weight(expert: jax.Array) -> jax.Array:
+            found = take(values, layer, expert)
+            if scale is None:
+                found = found.astype(x.dtype)
+            else:
+                found = dequantize(found, scale[layer, expert], weight_dtype(rows))
+            return found.reshape(-1, rows.shape[-1])
 
-    def apply(expert: jax.Array, rows: jax.Array) -> jax.Array:
-        gate, up = jnp.split(multiply(rows, expert, gate_up, gate_up_scale), 2, axis=-1)
-        return multiply(jax.nn.silu(gate) * up, expert, down, down_scale)
+        if len(experts) > 1:
+            return few_rows.multiply_each(rows, [weight(expert) for expert in experts]).astype(x.dtype)
+        return matmul(rows, weight(experts[0]), dequantized=scale is not None)
+
+    def apply(experts: Sequence[jax.Array], rows: jax.Array) -> jax.Array:
+        gate, up = jnp.split(multiply(rows, experts, gate_up, gate_up_scale), 2, axis=-1)
+        return multiply(jax.nn.silu(gate) * up, experts, down, down_scale)
 
     out = grouped_apply(x, expert_ids, gate_up.shape[1], apply, expected_pairs)
     if pair_weights is None:
@@ -112,7 +120,7 @@ def grouped_apply(
       x: [T, D].
       expert_ids: [T, k] int32 in [0, num_experts); -1 skips the pair, and its output is zero.
       num_experts: E.
-      apply: one expert on a tile of rows.
+      apply: one or more experts, each on a tile of rows of its own; more only if ``few_rows`` suits all their rows.
       expected_pairs: pairs that are not -1, about; all unless told.
 
     Returns:
@@ -123,27 +131,36 @@ def grouped_apply(
         return _apply_pairs(x, expert_ids, apply)
     tile = tile_rows(expected_pairs or T * k, num_experts, in_place=few_rows.suits(2, x.shape[1]))
     in_place = few_rows.suits(tile, x.shape[1])
-    places, tile_experts, num_tiles, max_tiles = group_by_expert(expert_ids.reshape(-1), num_experts, tile)
+    at_once = max(1, few_rows.FEW // tile) if in_place else 1
+    places, tile_experts, num_tiles, max_tiles = group_by_expert(expert_ids.reshape(-1), num_experts, tile, at_once)
     # Row of x for every place of the tiled order; unused places read row 0 and are never read back.
     source = jnp.zeros(max_tiles * tile, jnp.int32)
     source = source.at[places].set(jnp.arange(T * k, dtype=jnp.int32) // k, mode="drop")
-    small = x[source] if in_place else None  # not tile by tile: a gather takes longer than to copy two rows
+    small = x[source] if in_place else None  # not tile by tile: a gather takes longer than to copy a few rows
 
-    def one(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert = tile_experts[i]
+    def some(i: jax.Array, out: jax.Array) -> jax.Array:
+        first = i * at_once
         if small is not None:
-            rows = jax.lax.dynamic_slice_in_dim(small, i * tile, tile)
-            expert = few_rows.loop_on_all_cores(expert)
+            first = few_rows.loop_on_all_cores(first)
+            rows = jax.lax.dynamic_slice_in_dim(small, first * tile, at_once * tile)
         else:
-            rows = x[jax.lax.dynamic_slice_in_dim(source, i * tile, tile)]
-        return jax.lax.dynamic_update_slice_in_dim(out, apply(expert, rows), i * tile, axis=0)
+            rows = x[jax.lax.dynamic_slice_in_dim(source, first * tile, tile)]
+        experts = [tile_experts[jnp.minimum(first + j, num_tiles - 1)] for j in range(at_once)]
+        done = apply(experts, rows.reshape(at_once, tile, -1)).reshape(at_once * tile, -1)
+        return jax.lax.dynamic_update_slice_in_dim(out, done, first * tile, axis=0)
 
-    out = jax.lax.fori_loop(0, num_tiles, one, jax.lax.empty((max_tiles * tile, x.shape[1]), x.dtype))
+    turns = (num_tiles + at_once - 1) // at_once
+    out = jax.lax.fori_loop(0, turns, some, jax.lax.empty((max_tiles * tile, x.shape[1]), x.dtype))
     return out.at[places].get(mode="fill", fill_value=0).reshape(T, k, -1)
 
 
 def _apply_pairs(x: jax.Array, expert_ids: jax.Array, apply: ExpertFunction) -> jax.Array:
-    """Pair by pair, unrolled: the experts' weights are then read by all cores at once, not one expert after another."""
+    """A few pairs at a time, unrolled: the experts' weights are then read by all cores at once."""
     T, k = expert_ids.shape
-    out = [apply(jnp.maximum(expert_ids[t, j], 0), x[t : t + 1]) for t in range(T) for j in range(k)]
+    at_once = few_rows.FEW if few_rows.suits(1, x.shape[1]) else 1
+    pairs = [(jnp.maximum(expert_ids[t, j], 0), x[t]) for t in range(T) for j in range(k)]
+    out = []
+    for some in itertools.batched(pairs, at_once):
+        experts, rows = zip(*some, strict=True)
+        out.append(apply(experts, jnp.stack(rows)[:, None]))
     return jnp.where(expert_ids[..., None] >= 0, jnp.concatenate(out).reshape(T, k, -1), 0)

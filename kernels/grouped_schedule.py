@@ -39,11 +39,15 @@ def tile_tokens(pairs: int, num_experts: int) -> int:
     return min(128, max(8, 1 << (twice_mean - 1).bit_length()))
 
 
-def group_by_expert(expert_ids: jax.Array, num_experts: int, tile: int) -> tuple[jax.Array, jax.Array, jax.Array, int]:
+def group_by_expert(
+    expert_ids: jax.Array, num_experts: int, tile: int, at_once: int = 1
+) -> tuple[jax.Array, jax.Array, jax.Array, int]:
     """Places pairs so that each expert's pairs stand together, in order, from the start of a tile.
 
     Args:
       expert_ids: [P] int32, -1 for pairs to skip.
+      tile: rows of a tile.
+      at_once: max tiles is a multiple of it.
 
     Returns:
       place of each pair [P] int32 (out of range for skipped ones), expert of each tile [max tiles] int32, number of
@@ -51,6 +55,7 @@ def group_by_expert(expert_ids: jax.Array, num_experts: int, tile: int) -> tuple
     """
     pairs = expert_ids.shape[0]
     most = (pairs + min(num_experts, pairs) * (tile - 1)) // tile  # the worst routing
+    most += -most % at_once
     chosen = expert_ids[:, None] == jnp.arange(num_experts, dtype=jnp.int32)  # [P, E]
     count = jnp.cumsum(chosen.astype(jnp.int32), axis=0)
     rank = jnp.sum(jnp.where(chosen, count - 1, 0), axis=1)  # among the pairs of the same expert

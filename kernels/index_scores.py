@@ -50,7 +50,8 @@ def _all_heads(query: jax.Array, head_weights: jax.Array, keys: jax.Array) -> ja
     if 2 <= heads <= FEW_HEADS and target_device()[0] == "cpu":
         rows = jax.lax.optimization_barrier(query[:, 0]).astype(jnp.float32)  # [R, H, d]
         products = few_rows.sums([keys.astype(jnp.float32) * rows[:, h, None] for h in range(heads)], axis=2)
-        return jnp.sum(jax.nn.relu(products) * head_weights[:, 0].T[..., None], axis=0)[:, None]
+        scores = sum(jax.nn.relu(product) * head_weights[:, 0, h, None] for h, product in enumerate(products))
+        return jax.lax.optimization_barrier(scores)[:, None]  # to write them into a larger array is for one core
     product = jnp.einsum("rcd,rhd->rch", keys, query[:, 0], preferred_element_type=jnp.float32)
     # The barrier keeps the two products apart: fused, they run at half the speed on a CPU.
     product = jax.lax.optimization_barrier(jax.nn.relu(product))

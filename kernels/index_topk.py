@@ -2,8 +2,8 @@
 
 On a Hopper GPU one kernel scores and selects (``index_topk_triton``). The jnp form, ``scan_context``, walks over tiles
 of queries and, for each, over chunks of the context with a running selection: memory does not grow with the context,
-and work follows what the tile's queries see, not the width of their block tables. Chunks are scored one by one, and
-their best are selected for many at once, since a selection has a cost of its own.
+and work follows what the tile's queries see, not the width of their block tables. Chunks are scored one by one, the
+last in pieces, and the best are selected from many at once, since a selection has a cost of its own.
 """
 
 import dataclasses
@@ -13,16 +13,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from glmjax.kernels import few_rows
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.index_limits import FP8, KEY_BLOCK, k_obstacle, key_obstacle
 from glmjax.kernels.index_scores import flat_pool, index_scores, read_blocks
 from glmjax.kernels.topk import best_of, in_order, merge_top_k
 
 CONTEXT_CHUNK = 2048  # keys of a chunk at most
-CHUNK_KEYS = 16384  # keys of a chunk at most, over all requests
+CHUNK_KEYS = 32768  # keys of a chunk at most, over all requests
+PIECES = 8  # of a chunk; of the last, those that are seen are read
 TILE_SCORES = 1 << 18  # scores of a chunk: 1 MiB
 TILE_QUERIES = 128  # of a request in a tile at most: tiles of a prompt's beginning see less, some no more than k
-FIRST, RUN = (1, 4), 12  # chunks that are scored before their best are selected: of short contexts, and of long ones
+FIRST, RUN = (1024, 4096), 12  # what the best are selected from at once: keys of short contexts, chunks of long ones
 
 Keys = tuple[jax.Array, jax.Array | None, jax.Array]  # [R, C, d], scales [R, C] or None, positions [C]
 Best = tuple[jax.Array, jax.Array]  # scores float32 and positions int32, [R, q, K]
@@ -30,19 +32,20 @@ Best = tuple[jax.Array, jax.Array]  # scores float32 and positions int32, [R, q,
 
 @dataclasses.dataclass(frozen=True)
 class KeySource:
-    """A context's index keys, a chunk at a time.
+    """A context's index keys, a chunk or a piece of one at a time.
 
     Attributes:
-      chunk: keys of a chunk.
-      chunks: of the longest context.
-      read: chunk number -> the keys of every request, their scales and their positions, ascending.
+      chunk, piece: keys of each; a chunk has whole pieces.
+      size: keys of the longest context, in whole pieces.
+      read: (first, count) -> so many keys of every request, their scales and their positions, ascending.
       count: how many keys there are of a context of so many tokens.
       position: i -> the position of the i-th key.
     """
 
     chunk: int
-    chunks: int
-    read: Callable[[jax.Array], Keys]
+    piece: int
+    size: int
+    read: Callable[[jax.Array, int], Keys]
     count: Callable[[jax.Array], jax.Array]
     position: Callable[[jax.Array], jax.Array]
 
@@ -89,17 +92,17 @@ def index_top_k(
         return index_top_k_triton(query, head_weights, keys, scale, blocks, visible, k)
     if query.dtype == FP8:
         query = query.astype(jnp.float32)
-    per_chunk = min(chunk_blocks(query.shape[0], block_size), blocks.shape[1])
-    blocks = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % per_chunk)))
-    chunk = per_chunk * block_size
+    chunk, piece = chunk_blocks(query.shape[0], block_size, blocks.shape[1])
+    blocks = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % piece)))
     stored = index_key.reshape(keys.shape)
 
-    def read(i: jax.Array) -> Keys:
-        here = jax.lax.dynamic_slice_in_dim(blocks, i * per_chunk, per_chunk, axis=1)
-        positions = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+    def read(first: jax.Array, count: int) -> Keys:
+        here = jax.lax.dynamic_slice_in_dim(blocks, first // block_size, count // block_size, axis=1)
+        positions = first + jnp.arange(count, dtype=jnp.int32)
         return *read_blocks(stored, scale, here, block_size), positions
 
-    source = KeySource(chunk, blocks.shape[1] // per_chunk, read, lambda context: context, lambda i: i)
+    chunk, piece, size = (n * block_size for n in (chunk, piece, blocks.shape[1]))
+    source = KeySource(chunk, piece, size, read, lambda context: context, lambda i: i)
     return in_order(*scan_context(k, source, query, head_weights, visible - 1, scored=True))
 
 
@@ -118,9 +121,11 @@ def has_kernel(
     return choose("index_top_k", implementation, kernel="triton", obstacle=obstacle) == "triton"
 
 
-def chunk_blocks(requests: int, block_size: int) -> int:
-    """Blocks of a chunk of the context."""
-    return max(1, min(CONTEXT_CHUNK, CHUNK_KEYS // requests) // block_size)
+def chunk_blocks(requests: int, block_size: int, most: int) -> tuple[int, int]:
+    """Blocks of a chunk of the context, at most so many, and of a piece of it."""
+    chunk = max(1, min(most, min(CONTEXT_CHUNK, CHUNK_KEYS // requests) // block_size))
+    piece = -(-chunk // PIECES)
+    return chunk // piece * piece, piece
 
 
 def scan_context(
@@ -163,39 +168,44 @@ def _select_tile(
         seen = every <= positions[..., None]
         return jnp.where(seen, 0.0, -jnp.inf), jnp.where(seen, every, -1)
 
-    chunks = (source.count(context) + source.chunk - 1) // source.chunk
+    seen, run = source.count(context), RUN * source.chunk
 
-    def score(start: jax.Array | int, count: int) -> jax.Array:
-        """Scores [R, q, count * chunk] of chunks from one on, -inf for those that no query sees."""
+    def score(start: jax.Array | int, size: int) -> jax.Array:
+        """Scores [R, q, size] of the keys from one on, -inf for those that no query sees."""
+        here = jnp.clip(seen - start, 0, size)
+        chunks = here // source.chunk
+        pieces = (here % source.chunk + source.piece - 1) // source.piece
 
-        def add(i: jax.Array | int, scores: jax.Array) -> jax.Array:
-            keys, scale, places = source.read(jnp.int32(start + i))
+        def add(count: int, first: jax.Array | int, i: jax.Array, scores: jax.Array) -> jax.Array:
+            at = first + few_rows.loop_on_all_cores(i) * count
+            keys, scale, places = source.read(start + at, count)
             part = index_scores(query, weights, keys, scale, positions, places)
-            return jax.lax.dynamic_update_slice_in_dim(scores, part, i * source.chunk, axis=2)
+            return jax.lax.dynamic_update_slice_in_dim(scores, part, at, axis=2)
 
-        none = jnp.full((R, q, count * source.chunk), -jnp.inf)
-        return jax.lax.fori_loop(0, jnp.minimum(count, chunks - start), add, none) if count > 1 else add(0, none)
+        scores = jnp.full((R, q, size), -jnp.inf)
+        if size >= source.chunk:
+            scores = jax.lax.fori_loop(0, chunks, functools.partial(add, source.chunk, 0), scores)
+        return jax.lax.fori_loop(0, pieces, functools.partial(add, source.piece, chunks * source.chunk), scores)
 
-    def best_of_first(count: int) -> Best:
-        places = source.position(jnp.arange(count * source.chunk, dtype=jnp.int32))
-        return best_of(score(0, count), jnp.broadcast_to(places, (R, q, *places.shape)), k)
+    def best_of_first(size: int) -> Best:
+        places = source.position(jnp.arange(size, dtype=jnp.int32))
+        return best_of(score(0, size), jnp.broadcast_to(places, (R, q, size)), k)
 
     def best_of_runs() -> Best:
-        held = RUN * source.chunk
-
-        def add(run: jax.Array, best: Best) -> Best:
-            places = source.position(run * held + jnp.arange(held, dtype=jnp.int32))
-            return merge_top_k(*best, score(run * RUN, RUN), places)
+        def add(i: jax.Array, best: Best) -> Best:
+            places = source.position(i * run + jnp.arange(run, dtype=jnp.int32))
+            return merge_top_k(*best, score(i * run, run), places)
 
         none = (jnp.full((R, q, k), -jnp.inf), jnp.full((R, q, k), -1, jnp.int32))
-        return jax.lax.fori_loop(0, (chunks + RUN - 1) // RUN, add, none)
+        return jax.lax.fori_loop(0, (seen + run - 1) // run, add, none)
 
-    # The first way that is enough for the chunks that the queries see.
-    counts = [n for n in FIRST if n < source.chunks] + [source.chunks] * (source.chunks <= RUN)
-    ways: list[Callable[[], Best]] = [functools.partial(best_of_first, n) for n in counts]
-    if source.chunks > RUN:
+    # The first way that is enough for the keys that the queries see.
+    sizes = [-(-n // source.piece) * source.piece for n in FIRST]
+    sizes = [n for n in sizes if n < source.size] + [source.size] * (source.size <= run)
+    ways: list[Callable[[], Best]] = [functools.partial(best_of_first, n) for n in sizes]
+    if source.size > run:
         ways.append(best_of_runs)
-    way = jnp.sum(chunks > jnp.asarray(counts[: len(ways) - 1], jnp.int32), dtype=jnp.int32)
+    way = jnp.sum(seen > jnp.asarray(sizes[: len(ways) - 1], jnp.int32), dtype=jnp.int32)
     if not scored:
         ways, way = [everything, *ways], jnp.where(context <= k, 0, 1 + way)
     return jax.lax.switch(way, ways)

@@ -257,7 +257,7 @@ def test_each_shape_is_compiled_once():
 
 
 def test_running_compiles_nothing():
-    cache = programs().make_cache()
+    cache, _ = programs().make_cache(), programs().make_state()
     compiled = []
 
     def listen(event, seconds, **details):

@@ -24,7 +24,7 @@ WEIGHTS = np.random.default_rng(0).standard_normal((EXPERTS, WIDTH, WIDTH)).asty
 @jax.jit
 def grouped(x, ids):
     weights = jnp.asarray(WEIGHTS)
-    return grouped_apply(x, ids, EXPERTS, lambda e, rows: rows @ weights[e])
+    return grouped_apply(x, ids, EXPERTS, lambda experts, rows: rows @ weights[jnp.stack(experts)])
 
 
 def one_by_one(x, ids):
@@ -98,16 +98,17 @@ def test_output_keeps_the_dtype_of_the_tokens():
 # Where pairs are put.
 
 
-placed = jax.jit(group_by_expert, static_argnums=(1, 2))
+placed = jax.jit(group_by_expert, static_argnums=(1, 2, 3))
 
 
 @given(
     st.sampled_from([1, 40]).flatmap(lambda n: st.lists(st.integers(-1, 3), min_size=n, max_size=n)),
-    st.sampled_from([1, 8]),
+    st.sampled_from([(1, 1), (2, 2), (8, 1)]),
 )
-def test_places_equal_the_twin(ids, tile):
-    ids = np.array(ids, np.int32)
-    places, experts, used, most = placed(ids, 4, tile)
+def test_places_equal_the_twin(ids, sizes):
+    ids, (tile, at_once) = np.array(ids, np.int32), sizes
+    places, experts, used, most = placed(ids, 4, tile, at_once)
+    assert int(most) % at_once == 0
     expected_places, expected_experts = group_by_expert_numpy(ids, 4, tile)
     assert int(used) == len(expected_experts) <= most == len(experts)
     assert np.asarray(experts)[: int(used)].tolist() == expected_experts

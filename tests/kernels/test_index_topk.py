@@ -44,11 +44,11 @@ def expected(query, weights, keys, scale, tables, visible):
 
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("queries", [1, 5])
-@pytest.mark.parametrize("chunk", [32, 48, 2048])  # 5, 3 and 1 chunks: runs, all that there are at once, one
+@pytest.mark.parametrize("chunk", [32, 48, 2048])  # of 144 keys: in runs, all at once in chunks of one block, and two
 @pytest.mark.parametrize("limit", ["TILE_SCORES", "TILE_QUERIES"])
 def test_equals_the_twin(fp8, queries, chunk, limit, monkeypatch):
     monkeypatch.setattr(index_topk, "CONTEXT_CHUNK", chunk)
-    monkeypatch.setattr(index_topk, "FIRST", (1, 2))
+    monkeypatch.setattr(index_topk, "FIRST", (chunk // 2, 2 * chunk))
     monkeypatch.setattr(index_topk, "RUN", 4)
     # Two queries to a tile; those of the first see less than a chunk.
     monkeypatch.setattr(index_topk, limit, {"TILE_SCORES": 4 * chunk, "TILE_QUERIES": 2}[limit])
