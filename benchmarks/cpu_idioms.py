@@ -132,7 +132,7 @@ def top_k() -> Iterator[tuple[str, str, float]]:
     for rows in (1, 16, 128):
         scores = jax.random.normal(jax.random.key(2), (rows, 2304))
         yield f"top-k, {rows} rows", "jax.lax.top_k", median_ms(lambda s: jax.lax.top_k(s, 256), scores)
-        yield f"top-k, {rows} rows", "bisection and compaction", median_ms(lambda s: select_top_k(s, 256), scores)
+        yield f"top-k, {rows} rows", "counting and compaction", median_ms(lambda s: select_top_k(s, 256), scores)
 
 
 def scores() -> Iterator[tuple[str, str, float]]:

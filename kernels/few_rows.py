@@ -6,7 +6,7 @@ that XLA writes itself, with the indexing in them, on two conditions:
 
 - Several arrays are reduced at once. The reduction of a single one also goes to the library, or is cut in two. So there
   is one array for each row, and a single row gives two halves. More than four rows are taken four at a time: the second
-  four find the weight in the cache.
+  four find the weight in the cache. Rows of several weights may share a loop.
 - The program may add in any order, see ``COMPILER_OPTIONS``. If not, the loop takes one number at a time; the result is
   as good, but the time is that of before or more.
 

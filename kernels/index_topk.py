@@ -200,7 +200,7 @@ def _select_tile(
         return jax.lax.fori_loop(0, (seen + run - 1) // run, add, none)
 
     # The first way that is enough for the keys that the queries see.
-    sizes = [-(-n // source.piece) * source.piece for n in FIRST]
+    sizes = sorted({-(-n // source.piece) * source.piece for n in FIRST})
     sizes = [n for n in sizes if n < source.size] + [source.size] * (source.size <= run)
     ways: list[Callable[[], Best]] = [functools.partial(best_of_first, n) for n in sizes]
     if source.size > run:

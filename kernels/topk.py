@@ -200,20 +200,18 @@ def _words(mask: jax.Array) -> jax.Array:
 def _set_bits(words: jax.Array, k: int) -> jax.Array:
     """Indices of the first k set bits of each row [N, W] uint32 in ascending order; -1 (last) where there are fewer.
 
-    A word that has some writes its number where the first of them goes, and the places after take the number of the
-    last that did. Within its word a bit is found by halving.
+    A bit's word is the number of words that end before it. Within the word the bit is found by halving.
     """
     N, W = words.shape
-    count = jax.lax.population_count(words).astype(jnp.int32)
-    through = _running_sum(count.astype(jnp.float32)).astype(jnp.int32)
-    before = through - count
-    number = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (N, W))
-    first = jnp.where(count > 0, before, k)
-    of_word = jnp.zeros((N, k), jnp.int32).at[jnp.arange(N)[:, None], first].set(number, mode="drop")
-    of_word = jax.lax.cummax(of_word, axis=1)
+    count = jax.lax.population_count(words).astype(jnp.float32)
+    through = _running_sum(count)
+    ends = through.astype(jnp.int32)
+    ending = jnp.zeros((N, k), jnp.float32).at[jnp.arange(N)[:, None], ends].add(1, mode="drop")
+    of_word = jnp.minimum(_running_sum(ending).astype(jnp.int32), W - 1)
     word = jnp.take_along_axis(words, of_word, axis=-1)
     wanted = jnp.arange(k, dtype=jnp.int32)
-    rank = (wanted - jnp.take_along_axis(before, of_word, axis=-1)).astype(jnp.uint32)
+    before = jnp.take_along_axis((through - count).astype(jnp.int32), of_word, axis=-1)
+    rank = (wanted - before).astype(jnp.uint32)
     bit = jnp.zeros_like(word)
     for width in (16, 8, 4, 2, 1):
         low = jax.lax.population_count(word & jnp.uint32((1 << width) - 1))
@@ -221,7 +219,7 @@ def _set_bits(words: jax.Array, k: int) -> jax.Array:
         rank = jnp.where(skip, rank - low, rank)
         word = jnp.where(skip, word >> width, word)
         bit = jnp.where(skip, bit + width, bit)
-    return jnp.where(wanted < through[:, -1:], of_word * 32 + bit.astype(jnp.int32), -1)
+    return jnp.where(wanted < ends[:, -1:], of_word * 32 + bit.astype(jnp.int32), -1)
 
 
 def top_k_numpy(scores: np.ndarray, k: int) -> np.ndarray:

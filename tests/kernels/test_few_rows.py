@@ -9,7 +9,7 @@ import pytest
 
 from glmjax.kernels.block_fp8 import BLOCK, matmul, take
 from glmjax.kernels.block_fp8_matmul import block_fp8_matmul
-from glmjax.kernels.few_rows import COMPILER_OPTIONS, FEW, MOST, multiply
+from glmjax.kernels.few_rows import COMPILER_OPTIONS, FEW, MOST, multiply, multiply_each
 from glmjax.kernels.grouped_matmul import grouped_swiglu
 
 LAYERS, LARGE = 3, 256
@@ -46,6 +46,13 @@ def test_heads_have_weights_of_their_own(T):
     x, weight = normal(T, 3, 64), normal(3, 40, 64)
     exact = np.einsum("thk,hrk->thr", x.astype(np.float64), weight)
     assert np.abs(run(multiply, x, weight) - exact).max() < 1e-5
+
+
+@pytest.mark.parametrize(("weights", "T"), [(1, 1), (2, 2), (FEW, 1), (3, 2)])
+def test_each_weight_has_rows_of_its_own(weights, T):
+    x, *stack = normal(weights, T, 64), *normal(weights, 40, 64)
+    exact = np.einsum("ntk,nrk->ntr", x.astype(np.float64), stack)
+    assert np.abs(run(lambda x, *stack: multiply_each(x, stack), x, *stack) - exact).max() < 1e-5
 
 
 @pytest.mark.parametrize("T", [1, FEW])

@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from glmjax.errors import ConfigError
 from glmjax.kernels import index_scores, index_topk
 from glmjax.kernels.index_scores import contiguous_tables, index_scores_numpy, paged_index_scores
-from glmjax.kernels.index_topk import index_top_k
+from glmjax.kernels.index_topk import KeySource, chunk_blocks, index_top_k, scan_context
 from glmjax.kernels.topk import top_k_numpy
 
 HEADS, DIM, BLOCK, K = 8, 16, 16, 32
@@ -63,6 +65,35 @@ def test_equals_the_twin(fp8, queries, chunk, limit, monkeypatch):
     there = np.take_along_axis(scores, np.maximum(wanted, 0), axis=-1)
     assert (np.asarray(found) == np.where(wanted >= 0, there, -np.inf)).all()
     assert (np.asarray(score(query, weights, keys, scale, 1, tables, visible, block_size=BLOCK)) == scores).all()
+
+
+@given(st.integers(1, 300), st.sampled_from([1, 2, 16, 64]), st.integers(1, 3000))
+def test_a_chunk_has_whole_pieces(requests, block_size, most):
+    chunk, piece = chunk_blocks(requests, block_size, most)
+    assert chunk % piece == 0 and chunk <= index_topk.PIECES * piece
+    assert 1 <= chunk <= most
+    keys = chunk * block_size
+    assert chunk == 1 or (keys <= index_topk.CONTEXT_CHUNK and keys * requests <= index_topk.CHUNK_KEYS)
+
+
+def test_of_the_last_chunk_only_pieces_that_are_seen_are_read(monkeypatch):
+    """A piece that no query sees may be anything and costs nothing: it is not read."""
+    monkeypatch.setattr(index_topk, "CONTEXT_CHUNK", 4 * BLOCK)
+    monkeypatch.setattr(index_topk, "PIECES", 4)
+    read = []
+
+    def keys(first, count):
+        jax.debug.callback(lambda first: read.append((int(first), count)), first)
+        places = first + jnp.arange(count, dtype=jnp.int32)
+        return jnp.ones((1, count, DIM)), None, places
+
+    source = KeySource(4 * BLOCK, BLOCK, 12 * BLOCK, keys, lambda context: context, lambda i: i)
+    query, weights = jnp.ones((1, 1, HEADS, DIM)), jnp.ones((1, 1, HEADS))
+    position = jnp.full((1, 1), 5 * BLOCK)  # the first key of the sixth block
+    best = scan_context(K, source, query, weights, position, scored=True)
+    jax.block_until_ready(best)
+    jax.effects_barrier()
+    assert sorted(read) == [(0, 4 * BLOCK), (4 * BLOCK, BLOCK), (5 * BLOCK, BLOCK)]
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 96])  # a block for each request; two; three, and nine blocks are no multiple

@@ -13,7 +13,7 @@ from glmjax.kernels.topk import merge_top_k, select_top_k, top_k, top_k_numpy
 
 K = 64
 LENGTHS = [0, 1, K - 1, K, K + 1, 2 * K, 200]
-ROWS = [1, 9]  # the sorting and the bisecting path, see below
+ROWS = [1, 9]  # the sorting and the counting path, see below
 CHUNK = 50
 
 
