@@ -5,6 +5,7 @@ position i and the embedding of token i + 1, and predicts token i + 2.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,19 +91,33 @@ def draft(
     cache, out, chosen = mtp_layer(params, config, cache, hidden, share)
     last = share.last_rows(out)
     shared = share.last_rows(chosen) if config.index_share_for_mtp_iteration else None
-    tokens: list[jax.Array] = []
-    scores: list[jax.Array] = []
-    for step in range(num_drafts):
-        if step:
-            position = batch.start + batch.length - 1 + step
-            length = jnp.minimum(batch.length, 1)  # padding rows stay padding
-            if limit is not None:
-                length = jnp.where(position < limit, length, 0)
-            row = dataclasses.replace(batch, tokens=tokens[-1][:, None], start=position, length=length)
-            share = share_of(row, layout, combine=combine, dispatch=dispatch, tiers=tiers)
-            reuse = None if shared is None else share.own_rows(shared)
-            cache, out, _ = mtp_layer(params, config, cache, share.own_rows(last), share, reuse)
-            last = share.last_rows(out)
-        scores.append(logits(params, last, layout))
-        tokens.append(jnp.argmax(scores[-1], axis=-1).astype(jnp.int32))
-    return cache, jnp.stack(tokens, axis=1), jnp.stack(scores, axis=1)
+
+    def guess(last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores = logits(params, last, layout)
+        return jnp.argmax(scores, axis=-1).astype(jnp.int32), scores
+
+    def go_on(carry: tuple[KVCache, jax.Array, jax.Array], step: jax.Array) -> tuple[Any, Any]:
+        cache, last, token = carry
+        position = batch.start + batch.length - 1 + step
+        length = jnp.minimum(batch.length, 1)  # padding rows stay padding
+        if limit is not None:
+            length = jnp.where(position < limit, length, 0)
+        row = dataclasses.replace(batch, tokens=token[:, None], start=position, length=length)
+        share = share_of(row, layout, combine=combine, dispatch=dispatch, tiers=tiers)
+        reuse = None if shared is None else share.own_rows(shared)
+        cache, out, _ = mtp_layer(params, config, cache, share.own_rows(last), share, reuse)
+        last = share.last_rows(out)
+        token, scores = guess(last)
+        return (cache, last, token), (token, scores)
+
+    token, scores = guess(last)
+    if num_drafts == 1:
+        return cache, token[:, None], scores[:, None]
+    # A loop, so that the time to compile does not grow with the drafts.
+    steps = jnp.arange(1, num_drafts, dtype=jnp.int32)
+    (cache, _, _), following = jax.lax.scan(go_on, (cache, last, token), steps)
+
+    def by_row(first: jax.Array, rest: jax.Array) -> jax.Array:
+        return jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
+
+    return cache, by_row(token, following[0]), by_row(scores, following[1])
