@@ -205,7 +205,8 @@ class Parts:
     def bytes(self, size: int, early: int) -> int:
         """Of the candidates, each written once and read once, and of the result, for full rows in random order.
 
-        What is read and written again to shorten lists and to merge them is not counted: it is there in the cache.
+        What is read and written again to shorten lists and to merge them is not counted: it is there in the cache. It
+        is a little low for many parts, for the floor of a row is that of its worst part.
         """
         entered = count = 0.0
         rate, due = 1.0, early

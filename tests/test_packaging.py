@@ -37,17 +37,36 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A wheel built from the tree and one built from the source archive, in a copy that no old build has touched."""
-    place = tmp_path_factory.mktemp("build")
-    tree = place / "tree"
+def copy_tree(tree: Path) -> None:
+    """What a package is built from, in a new folder: builds write into their tree."""
     tree.mkdir()
     for name in NEEDED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, tree)
+
+
+def make_environment(place: Path, *given: str | Path) -> Path:
+    """The Python of a new virtual environment with what pip is given in it, and its requirements."""
+    venv.create(place, symlinks=True)
+    python = place / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
+    if os.environ.get("GLMJAX_TEST_FULL_INSTALL"):
+        run(*pip, *given, "--constraint", ROOT / "constraints.txt", cwd=place)
+    else:
+        run(*pip, "--no-deps", *given, cwd=place)
+        own = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).strip()
+        Path(own, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A wheel built from the tree and one built from the source archive, in a copy that no old build has touched."""
+    place = tmp_path_factory.mktemp("build")
+    tree = place / "tree"
+    copy_tree(tree)
     run(sys.executable, "-m", "build", "--outdir", place / "by_archive", tree, cwd=place)
     run(sys.executable, "-m", "build", "--wheel", "--outdir", place / "by_tree", tree, cwd=place)
     (by_tree,), (by_archive,) = (sorted((place / name).glob("*.whl")) for name in ("by_tree", "by_archive"))
@@ -58,15 +77,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def environment(wheels: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new virtual environment with the wheel in it."""
     place = tmp_path_factory.mktemp("user") / "env"
-    venv.create(place, symlinks=True)
-    python = place / "bin" / "python"
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet")
-    if os.environ.get("GLMJAX_TEST_FULL_INSTALL"):
-        run(*pip, wheels[0], "--constraint", ROOT / "constraints.txt", cwd=place)
-    else:
-        run(*pip, "--no-deps", wheels[0], cwd=place)
-        own = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).strip()
-        Path(own, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    make_environment(place, wheels[0])
     return place
 
 
@@ -96,6 +107,25 @@ def test_editable_install_is_this_tree(tmp_path: Path) -> None:
     for name in LINKED:
         code = f"import glmjax.{name} as folder; print(folder.__file__)"
         assert os.path.samefile(run(sys.executable, "-c", code, cwd=tmp_path).strip(), ROOT / name / "__init__.py")
+
+
+def test_new_editable_install_is_its_tree(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    copy_tree(tree)
+    python = make_environment(tmp_path / "env", "--editable", tree)
+    packages = ["glmjax", *(f"glmjax.{name}" for name in LINKED)]
+    code = f"import importlib\nfor name in {packages}: print(importlib.import_module(name).__file__)"
+    files = run(python, "-c", code, cwd=tmp_path).split()
+    assert [Path(file).resolve() for file in files] == [
+        (tree / folder / "__init__.py").resolve() for folder in ("glmjax", *LINKED)
+    ]
+
+
+def test_make_serve_passes_the_model_and_the_port_on() -> None:
+    dry_run = ("make", "--dry-run", "--no-print-directory", "serve", "PORT=1234", "MODEL=some/model")
+    command = run(*dry_run, cwd=ROOT).splitlines()[-1].split()
+    assert command[0].endswith("/glmjax") and command[1:3] == ["serve", "some/model"]
+    assert command[command.index("--port") + 1] == "1234"
 
 
 def test_installed_package_is_the_wheels(environment: Path) -> None:

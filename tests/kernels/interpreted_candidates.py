@@ -1,5 +1,6 @@
 """Runs the kernels that fill and merge lists of candidates in Triton's interpreter, whole wrappers at a time."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton")
@@ -39,3 +40,20 @@ class Lists:
     def publish_all(self):
         known = self.published
         self.monkeypatch.setattr(self.module, "nothing_published", lambda parts: known)
+
+
+class Entries:
+    """Counts the candidates that a module's kernels append to lists, those included that lists lose when shortened."""
+
+    def __init__(self, monkeypatch, module):
+        self.count, self.append = 0, triton_interpreter.Function(module.append.fn)
+        monkeypatch.setattr(module, "append", self.counted)
+
+    def counted(self, list_ptr, count, scores, positions, enters):
+        self.count += int(np.sum(enters.handle.data))
+        return self.append(list_ptr, count, scores, positions, enters)
+
+    def take(self):
+        """How many there were since the last call."""
+        count, self.count = self.count, 0
+        return count

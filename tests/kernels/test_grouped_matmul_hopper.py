@@ -215,6 +215,18 @@ def test_experts_of_many_tokens_quantise_in_the_kernel():
     assert (out[ids < 0] == 0).all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(63, 0, 65), (64, 1, 64), (127, 128, 129), (0, 0, 0)])
+def test_groups_end_before_at_and_after_the_edge_of_a_large_tile(sizes):
+    assert tile_tokens(140, 3) == 128
+    ids = np.full(384, -1)  # as many for all: one program
+    ids[: sum(sizes)] = np.repeat(range(3), sizes)
+    ids = np.random.default_rng(4).permutation(ids)[:, None]
+    out, expected = experts(random(384, 128), ids, 3, expected_pairs=140)
+    assert_as_good_as_fp8(out, expected)
+    assert (out[ids < 0] == 0).all()
+
+
 def test_weighted_sum_over_the_choices():
     ids, weights = np.array([[0, 2], [1, -1], [-1, -1]]), random(3, 2)
     out, expected = experts(random(3, 128), ids, 3, pair_weights=jnp.asarray(weights))

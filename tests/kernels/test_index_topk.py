@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glmjax.errors import ConfigError
-from glmjax.kernels import index_scores, index_topk
+from glmjax.kernels import few_rows, index_scores, index_topk
 from glmjax.kernels.index_scores import contiguous_tables, index_scores_numpy, paged_index_scores
 from glmjax.kernels.index_topk import KeySource, chunk_blocks, index_top_k, scan_context
 from glmjax.kernels.topk import top_k_numpy
@@ -114,6 +114,25 @@ def test_scores_take_no_array_of_context_by_heads(queries):
     tables, visible = jnp.zeros((1, context // 64), jnp.int32), jnp.zeros((1, queries), jnp.int32)
     memory = jax.jit(paged_index_scores).lower(query, weights, keys, scale, 0, tables, visible).compile()
     assert memory.memory_analysis().temp_size_in_bytes < 4 * context * heads
+
+
+def test_selecting_takes_no_array_of_queries_by_context_by_heads():
+    queries, heads, dim, context = 512, 32, 128, 1 << 16
+    abstract = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((1, queries, heads, dim), jnp.float8_e4m3fn),
+            ((1, queries, heads), jnp.float32),
+            ((1, context, dim), jnp.uint8),
+            ((1, context), jnp.float32),
+            ((), jnp.int32),
+            ((1, context // 64), jnp.int32),
+            ((1, queries), jnp.int32),
+        )
+    ]
+    lowered = jax.jit(index_top_k, static_argnums=7).lower(*abstract, 2048)
+    memory = lowered.compile(dict(few_rows.COMPILER_OPTIONS)).memory_analysis()
+    assert 0 < memory.temp_size_in_bytes < 4 * queries * context * heads / 16
 
 
 def test_no_way_to_select_copies_the_pool():

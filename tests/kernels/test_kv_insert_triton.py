@@ -46,11 +46,19 @@ def test_rows_are_where_the_codec_puts_them(kind, tokens, tuning, monkeypatch):
 def test_any_number_of_tokens(tokens, monkeypatch):
     tune(monkeypatch, 32, 4, 2)
     pools, rows = make_pools("fp8", slots=2100), make_rows(tokens)
-    if tokens > 65:  # the index key alone, for time
+    if tokens > 65:  # the index key alone, for time; the slow test below has all
         pools, rows = ({name: x for name, x in both.items() if name.startswith("index")} for both in (pools, rows))
     slots, layer = shuffled_slots(tokens, slots=2100), 1 if "latent" in rows else None
     found = kv_insert(pools, rows, slots, layer=layer, indexer=0, implementation="triton")
     assert_same(found, expected(pools, rows, slots, layer, 0), spare=False)
+
+
+@pytest.mark.slow
+def test_all_fields_of_more_tokens_than_a_prefill_chunk(monkeypatch):
+    tune(monkeypatch, 32, 4, 2)
+    pools, rows, slots = make_pools("fp8", slots=2100), make_rows(2049), shuffled_slots(2049, slots=2100)
+    found = kv_insert(pools, rows, slots, layer=1, indexer=0, implementation="triton")
+    assert_same(found, expected(pools, rows, slots, 1, 0), spare=False)
 
 
 def test_rows_of_fewer_columns_than_pieces(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from glmjax.kernels import few_rows
 from glmjax.kernels import sparse_mla as kernel
 from glmjax.kernels.sparse_mla import merge_by_lse, sparse_mla
 
@@ -149,6 +150,28 @@ def test_output_has_the_dtype_of_the_query():
     queries = tuple(jnp.asarray(x, jnp.bfloat16) for x in random_queries(2))
     out, lse = compiled()(queries, random_rows([5, 0], 64), random_pool())
     assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+
+
+def test_attention_takes_no_array_of_queries_by_rows_by_heads():
+    queries, heads, latent, rope, k, pool = 512, 64, 512, 64, 2048, 1 << 16
+    abstract = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in (
+            ((queries, heads, latent), jnp.float32),
+            ((queries, heads, rope), jnp.float32),
+            ((queries, k), jnp.int32),
+            ((pool, latent), jnp.float32),
+            ((pool, rope), jnp.float32),
+        )
+    ]
+
+    def attend(query_latent, query_rope, rows, *pool):
+        return sparse_mla(
+            query_latent, query_rope, rows, lambda slots: tuple(x[slots] for x in pool), scale=SCALE, latent_dim=latent
+        )
+
+    memory = jax.jit(attend).lower(*abstract).compile(dict(few_rows.COMPILER_OPTIONS)).memory_analysis()
+    assert 0 < memory.temp_size_in_bytes < 4 * queries * k * heads / 16
 
 
 # Merging.

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("triton")
 
 from h200_code import check_code, compile_case, needs_plugin
-from interpreted_candidates import Lists, run_interpreted
+from interpreted_candidates import Entries, Lists, run_interpreted
 
 from glmjax.errors import ConfigError
 from glmjax.kernels import candidates_triton, merge_triton, topk_triton
@@ -85,6 +85,33 @@ def test_a_part_knows_what_the_others_have(monkeypatch):
     lists.publish_all()
     assert_is_top_k(scores, K)
     assert lists.parts.parts == 8 and lists.counts.sum() < alone / 4
+
+
+def assumed_entries(parts, size):
+    """Candidates that ``Parts.bytes`` assumes: each is written and read, 8 bytes, and then there is the result."""
+    return (parts.bytes(size, SMALL.early) - 8 * parts.rows * parts.k) / 16
+
+
+def test_as_many_candidates_enter_one_part_as_its_bytes_assume(monkeypatch):
+    scores = np.random.default_rng(0).standard_normal((4, 4096)).astype(np.float32)
+    monkeypatch.setattr(candidates_triton, "MULTIPROCESSORS", 1)
+    entries, lists = Entries(monkeypatch, topk_triton), Lists(monkeypatch, topk_triton)
+    assert_is_top_k(scores, K)
+    assert lists.parts.parts == 1 and int(lists.counts.sum()) < entries.count / 2  # lists were shortened
+    assert abs(assumed_entries(lists.parts, 4096) / entries.take() - 1) < 0.15
+
+
+def test_bytes_assume_that_parts_know_of_each_other_neither_nothing_nor_all(monkeypatch):
+    """Side by side, parts know from the start nothing and in the end all: the count lies between the two."""
+    scores = np.random.default_rng(0).standard_normal((2, 4096)).astype(np.float32)
+    monkeypatch.setattr(candidates_triton, "MULTIPROCESSORS", 4)
+    entries, lists = Entries(monkeypatch, topk_triton), Lists(monkeypatch, topk_triton)
+    assert_is_top_k(scores, K)
+    alone = entries.take()
+    lists.publish_all()
+    assert_is_top_k(scores, K)
+    assert lists.parts.parts == 4
+    assert 2 * entries.take() < assumed_entries(lists.parts, 4096) < alone / 2
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 132])
