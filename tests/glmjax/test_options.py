@@ -99,8 +99,8 @@ def test_an_unknown_option_is_named_with_the_known_ones():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill": "dp=1"}, "prefill must be left at None without the other of prefill and decode"),
-        ({"decode": "dp=1"}, "decode must be left at None without the other of prefill and decode"),
+        ({"prefill": "dp=1"}, "go together: got only prefill=dp=1"),
+        ({"decode": "dp=1"}, "go together: got only decode=dp=1"),
         ({"prefill": "dp=1", "decode": "dp=1", "layout": "tp=2"}, "layout must be left out where prefill and decode"),
         (
             {"prefill": "dp=1", "decode": "dp=1", "kv_offload": "host", "kv_offload_gib": 1},
