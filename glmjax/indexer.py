@@ -11,7 +11,7 @@ from glmjax.cache import KVCache, pack_index_key, read_index_keys, stored_bits, 
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV, gathered_tables, read_gathered_keys
 from glmjax.kernels import kv_rows
-from glmjax.kernels.index_topk import Best, Keys, KeySource, chunk_blocks, has_kernel, index_top_k, scan_context
+from glmjax.kernels.index_topk import Best, Keys, KeySource, chunk_keys, has_kernel, index_top_k, scan_context
 from glmjax.layers import apply_rope, layer_norm, linear
 from glmjax.params import IndexerParams
 from glmjax.sharding import cp
@@ -129,8 +129,8 @@ def _best_by_kernel(
 def _own_keys(cache: KVCache, indexer: jax.Array | int, tables: jax.Array, share: Share) -> KeySource:
     """The keys in this device's pool: of every position, or of those of its DCP rank."""
     layout, rank, block_size = share.layout, share.shard_rank, share.block_size
-    chunk, piece = chunk_blocks(tables.shape[0], block_size, tables.shape[1])
-    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % piece)))
+    chunk, piece = chunk_keys(tables.shape[0], block_size, tables.shape[1])
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % (piece // block_size))))
 
     def position(i: jax.Array) -> jax.Array:
         return cp.global_position(i, layout.dcp, rank, layout.interleave) if layout.dcp > 1 else i
@@ -140,21 +140,20 @@ def _own_keys(cache: KVCache, indexer: jax.Array | int, tables: jax.Array, share
         keys, scale = read_index_keys(cache, indexer, part, block_size)
         return keys, scale, position(first + jnp.arange(count, dtype=jnp.int32))
 
-    def count(context: jax.Array) -> jax.Array:
+    def own(context: jax.Array) -> jax.Array:
         return cp.local_length(context, layout.dcp, rank, layout.interleave)
 
-    chunk, piece, size = (n * block_size for n in (chunk, piece, tables.shape[1]))
-    return KeySource(chunk, piece, size, read, count, position)
+    return KeySource(chunk, piece, tables.shape[1] * block_size, read, own, position)
 
 
 def _gathered_keys(view: KVCache, requests: int, share: Share) -> KeySource:
     """The keys of every position, in the gathered copy."""
-    block_size, blocks = share.block_size * share.layout.dcp, share.block_tables.shape[1]  # of all ranks together
-    chunk, piece = chunk_blocks(requests, block_size, blocks)
+    of_all_ranks, blocks = share.block_size * share.layout.dcp, share.block_tables.shape[1]
+    chunk, piece = chunk_keys(requests, of_all_ranks, blocks)
+    size = -(-blocks * of_all_ranks // piece) * piece
 
     def read(first: jax.Array, count: int) -> Keys:
         positions = first + jnp.arange(count, dtype=jnp.int32)
         return *read_gathered_keys(view, positions, share), positions
 
-    chunk, piece, size = (n * block_size for n in (chunk, piece, -(-blocks // piece) * piece))
     return KeySource(chunk, piece, size, read, lambda context: context, lambda i: i)

@@ -168,7 +168,7 @@ class EngineOptions:
             if not isinstance(value, Layout | None):
                 raise ConfigError(f"{name} must be a glmjax.Layout or its text, such as 'pcp=8,dcp=8', got {value!r}")
             if value is not None and other is None:
-                raise ConfigError(f"prefill and decode, the layouts of two engines, go together: got only {name}={value}")
+                raise ConfigError(f"prefill and decode, layouts of two engines, go together: got only {name}={value}")
         if self.prefill is not None and self.layout != ONE_DEVICE:
             raise ConfigError(f"layout must be left out where prefill and decode have their own, got {self.layout!r}")
         if self.prefill is not None and self.kv_offload is not None:

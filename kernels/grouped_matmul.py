@@ -120,7 +120,7 @@ def grouped_apply(
       x: [T, D].
       expert_ids: [T, k] int32 in [0, num_experts); -1 skips the pair, and its output is zero.
       num_experts: E.
-      apply: one or more experts, each on a tile of rows of its own; more only if ``few_rows`` suits all their rows.
+      apply: one or more experts, each on a tile of rows of its own; more only in programs that ``few_rows`` suits.
       expected_pairs: pairs that are not -1, about; all unless told.
 
     Returns:

@@ -92,8 +92,9 @@ def index_top_k(
         return index_top_k_triton(query, head_weights, keys, scale, blocks, visible, k)
     if query.dtype == FP8:
         query = query.astype(jnp.float32)
-    chunk, piece = chunk_blocks(query.shape[0], block_size, blocks.shape[1])
-    blocks = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % piece)))
+    visible = jnp.minimum(visible, blocks.shape[1] * block_size)
+    chunk, piece = chunk_keys(query.shape[0], block_size, blocks.shape[1])
+    blocks = jnp.pad(blocks, ((0, 0), (0, -blocks.shape[1] % (piece // block_size))))
     stored = index_key.reshape(keys.shape)
 
     def read(first: jax.Array, count: int) -> Keys:
@@ -101,8 +102,7 @@ def index_top_k(
         positions = first + jnp.arange(count, dtype=jnp.int32)
         return *read_blocks(stored, scale, here, block_size), positions
 
-    chunk, piece, size = (n * block_size for n in (chunk, piece, blocks.shape[1]))
-    source = KeySource(chunk, piece, size, read, lambda context: context, lambda i: i)
+    source = KeySource(chunk, piece, blocks.shape[1] * block_size, read, lambda context: context, lambda i: i)
     return in_order(*scan_context(k, source, query, head_weights, visible - 1, scored=True))
 
 
@@ -121,11 +121,11 @@ def has_kernel(
     return choose("index_top_k", implementation, kernel="triton", obstacle=obstacle) == "triton"
 
 
-def chunk_blocks(requests: int, block_size: int, most: int) -> tuple[int, int]:
-    """Blocks of a chunk of the context, at most so many, and of a piece of it."""
-    chunk = max(1, min(most, min(CONTEXT_CHUNK, CHUNK_KEYS // requests) // block_size))
+def chunk_keys(requests: int, block_size: int, blocks: int) -> tuple[int, int]:
+    """Keys of a chunk of a context of so many blocks, and of a piece of it: whole blocks, and whole pieces."""
+    chunk = max(1, min(blocks, min(CONTEXT_CHUNK, CHUNK_KEYS // requests) // block_size))
     piece = -(-chunk // PIECES)
-    return chunk // piece * piece, piece
+    return chunk // piece * piece * block_size, piece * block_size
 
 
 def scan_context(

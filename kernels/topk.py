@@ -132,10 +132,10 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _threshold(key: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """A t that k or more of a row's keys reach and at most k exceed, and how many reach it.
+    """Of each row of keys [N, S] int32 a t that k or more reach and fewer than k exceed, and how many reach it.
 
-    Of [N, S] int32 keys; where fewer than k are more than that of -inf, the least such one. The search ends where just
-    k are left: several rows of random scores take about 12 of 16 steps.
+    A row with fewer than k above the key of -inf has the least of those as t, and 0. The search ends where just k are
+    left: several rows of random scores take about 12 of 16 steps.
     """
 
     def narrow(found: tuple[jax.Array, ...], *pivots: jax.Array) -> tuple[jax.Array, ...]:

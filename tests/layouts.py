@@ -107,7 +107,8 @@ def programs(case: Case) -> Programs:
     width = blocks_for(max(LENGTHS) + NEW_TOKENS, layout)
     with pytest.MonkeyPatch.context() as patch:
         # So that these short contexts are several chunks, and several runs of them, and nothing else is compiled.
-        patch.setattr(index_topk, "CONTEXT_CHUNK", BLOCK)
+        patch.setattr(index_topk, "CONTEXT_CHUNK", 2 * BLOCK)
+        patch.setattr(index_topk, "PIECES", 2)
         patch.setattr(index_topk, "FIRST", ())
         patch.setattr(index_topk, "RUN", 2)
         return Programs(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from glmjax.errors import ConfigError
 from glmjax.kernels import few_rows, index_scores, index_topk
 from glmjax.kernels.index_scores import contiguous_tables, index_scores_numpy, paged_index_scores
-from glmjax.kernels.index_topk import KeySource, chunk_blocks, index_top_k, scan_context
+from glmjax.kernels.index_topk import KeySource, chunk_keys, index_top_k, scan_context
 from glmjax.kernels.topk import top_k_numpy
 
 HEADS, DIM, BLOCK, K = 8, 16, 16, 32
@@ -68,12 +68,12 @@ def test_equals_the_twin(fp8, queries, chunk, limit, monkeypatch):
 
 
 @given(st.integers(1, 300), st.sampled_from([1, 2, 16, 64]), st.integers(1, 3000))
-def test_a_chunk_has_whole_pieces(requests, block_size, most):
-    chunk, piece = chunk_blocks(requests, block_size, most)
+def test_a_chunk_has_whole_pieces(requests, block_size, blocks):
+    chunk, piece = chunk_keys(requests, block_size, blocks)
     assert chunk % piece == 0 and chunk <= index_topk.PIECES * piece
-    assert 1 <= chunk <= most
-    keys = chunk * block_size
-    assert chunk == 1 or (keys <= index_topk.CONTEXT_CHUNK and keys * requests <= index_topk.CHUNK_KEYS)
+    assert piece % block_size == 0 and 1 <= chunk // block_size <= blocks
+    fits = chunk <= index_topk.CONTEXT_CHUNK and chunk * requests <= index_topk.CHUNK_KEYS
+    assert fits or chunk == block_size
 
 
 def test_of_the_last_chunk_only_pieces_that_are_seen_are_read(monkeypatch):
