@@ -5,7 +5,6 @@ position i and the embedding of token i + 1, and predicts token i + 2.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,8 @@ from glmjax.params import Params
 from glmjax.sharding.layout import ONE_DEVICE, Layout
 from glmjax.share import Combine, Dispatch, KVSource, Share, share_of
 from glmjax.tiers import Tiers
+
+Carry = tuple[KVCache, jax.Array, jax.Array]  # from draft to draft: cache, hidden of each request's last row, its token
 
 
 def mtp_layer(
@@ -96,7 +97,7 @@ def draft(
         scores = logits(params, last, layout)
         return jnp.argmax(scores, axis=-1).astype(jnp.int32), scores
 
-    def go_on(carry: tuple[KVCache, jax.Array, jax.Array], step: jax.Array) -> tuple[Any, Any]:
+    def follow(carry: Carry, step: jax.Array) -> tuple[Carry, tuple[jax.Array, jax.Array]]:
         cache, last, token = carry
         position = batch.start + batch.length - 1 + step
         length = jnp.minimum(batch.length, 1)  # padding rows stay padding
@@ -115,7 +116,7 @@ def draft(
         return cache, token[:, None], scores[:, None]
     # A loop, so that the time to compile does not grow with the drafts.
     steps = jnp.arange(1, num_drafts, dtype=jnp.int32)
-    (cache, _, _), following = jax.lax.scan(go_on, (cache, last, token), steps)
+    (cache, _, _), following = jax.lax.scan(follow, (cache, last, token), steps)
 
     def by_row(first: jax.Array, rest: jax.Array) -> jax.Array:
         return jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)

@@ -165,8 +165,8 @@ def _select_tile(
     def everything() -> Best:
         """At most k positions are visible: all are selected, no score is needed."""
         every = jnp.broadcast_to(source.position(jnp.arange(k, dtype=jnp.int32)), (R, q, k))
-        seen = every <= positions[..., None]
-        return jnp.where(seen, 0.0, -jnp.inf), jnp.where(seen, every, -1)
+        visible = every <= positions[..., None]
+        return jnp.where(visible, 0.0, -jnp.inf), jnp.where(visible, every, -1)
 
     seen, run = source.count(context), RUN * source.chunk
 

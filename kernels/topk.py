@@ -135,7 +135,7 @@ def _threshold(key: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """Of each row of keys [N, S] int32 a t that k or more reach and fewer than k exceed, and how many reach it.
 
     A row with fewer than k above the key of -inf has the least of those as t, and 0. The search ends where just k are
-    left: several rows of random scores take about 12 of 16 steps.
+    left, which is before the last bit unless scores are equal.
     """
 
     def narrow(found: tuple[jax.Array, ...], *pivots: jax.Array) -> tuple[jax.Array, ...]:
