@@ -174,7 +174,7 @@ class Parts:
           size: of the longest row.
           groups: programs that the rows take for one part.
         """
-        parts = max(1, min(2 * MULTIPROCESSORS // groups, size // block))
+        parts = max(1, min(2 * MULTIPROCESSORS // groups, -(-size // block)))
         return cls(rows, parts, block, k, capacity)
 
     @property
