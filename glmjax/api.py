@@ -1,5 +1,6 @@
 """The Python front doors: ``LLM`` for offline work and ``serve`` for the OpenAI-compatible server."""
 
+import contextlib
 import json
 import operator
 import os
@@ -35,6 +36,9 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 class LLM:
     """A loaded model for offline use.
 
+    Compiled programs are kept in ``~/.cache/glmjax/jax`` (``GLMJAX_CACHE``, or jax's own ``JAX_COMPILATION_CACHE_DIR``,
+    say otherwise; ``JAX_ENABLE_COMPILATION_CACHE=false`` keeps none).
+
     Args:
       model: path of a checkpoint (Hugging Face or Orbax folder), or ``"demo"``.
       options: see ``EngineOptions``; for example ``dtype="float32"``, ``max_model_len=8192``.
@@ -63,6 +67,7 @@ class LLM:
                 f"num_speculative_tokens={drafts} needs an MTP layer, and {self.model_path} has none "
                 "(num_nextn_predict_layers=0): leave it at 0"
             )
+        enable_compilation_cache()
         self.tokenizer = Tokenizer.from_dir(self.model_path) if (self.model_path / "tokenizer.json").exists() else None
         self.sampling_defaults, eos_ids = _generation_config(self.model_path, config)
         self.config, self._engine = self._build(settings, eos_ids)
@@ -93,7 +98,7 @@ class LLM:
         Args:
           prompts: text, ``{"prompt": text}``, ``{"prompt_token_ids": ids}``, token ids, or a list of any of these.
           sampling_params: one for all or one per prompt; None takes the checkpoint's own defaults.
-          use_tqdm: show progress: a bar if standard error is a terminal, else lines of the log.
+          use_tqdm: show progress: a bar on a terminal or in a notebook, else lines of the log.
 
         Raises:
           RequestError: a prompt cannot be served; nothing is generated then.
@@ -171,6 +176,9 @@ class LLM:
 
     def _tokens(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
         if isinstance(prompt, Mapping):
+            for name in ("multi_modal_data", "prompt_embeds"):
+                if prompt.get(name) is not None:
+                    raise RequestError(f"{name} is not supported: the model reads text and token ids only", name)
             if "prompt_token_ids" in prompt:
                 return prompt["prompt_token_ids"], prompt.get("prompt")
             if "prompt" not in prompt:
@@ -285,7 +293,7 @@ def find_model(model: str | Path) -> Path:
     """The folder of a model: a path, or ``"demo"``, which is built once in the user's cache folder."""
     if str(model) != "demo":
         return Path(model)
-    root = Path(os.environ.get("GLMJAX_CACHE") or Path.home() / ".cache" / "glmjax")
+    root = _cache_folder()
     path = root / "demo"
     if not (path / "config.json").exists():
         try:
@@ -339,7 +347,15 @@ def _prompt_list(prompts: Any) -> list[Any]:
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs on disk, so that the next start is quick."""
-    root = Path(os.environ.get("GLMJAX_CACHE") or Path.home() / ".cache" / "glmjax")
-    jax.config.update("jax_compilation_cache_dir", str(root / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    """Keeps compiled programs on disk, so that the next start is quick, unless jax has been told where to."""
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    folder = _cache_folder() / "jax"
+    with contextlib.suppress(OSError):  # where nothing can be kept, jax would warn of every program
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("GLMJAX_CACHE") or Path.home() / ".cache" / "glmjax")

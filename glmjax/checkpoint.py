@@ -98,7 +98,7 @@ def load_checkpoint(
       shardings: instead of a layout: given the abstract tree (``jax.ShapeDtypeStruct`` leaves), returns the same tree
         with a ``jax.sharding.Sharding`` per leaf.  Each process reads only what its devices hold.
       mtp: load the multi-token-prediction layer, if the checkpoint has one.
-      progress: draw a progress bar on stderr; None: only if stderr is a terminal, and log a few lines if it is none.
+      progress: draw a progress bar on stderr; None: if that is a terminal or a notebook's, and log a few lines if not.
 
     Raises:
       CheckpointError: a file or a tensor is missing, damaged or not what config.json says.

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from glmjax import __version__, bench_cli, cli_proxy
+from glmjax.cli_errors import usage_message
 from glmjax.cli_log import lines_on_stderr
 from glmjax.cli_options import (
     DCP,
@@ -137,7 +138,8 @@ def serve(
     from glmjax import api
 
     chosen = _layout(layout, dp=dp, tp=tp, pcp=pcp, dcp=dcp, ep=ep, interleave=interleave)
-    pair = [Layout.parse(text) for text in (prefill, decode) if text is not None]
+    given = {"--prefill": prefill, "--decode": decode}
+    pair = [_parse_layout(option, text) for option, text in given.items() if text is not None]
     if connector is Connector.local:
         _simulate_devices(sum(one.num_devices for one in pair))
     api.enable_compilation_cache()
@@ -285,7 +287,7 @@ def generate(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="Checkpoint to read: Hugging Face or Orbax folder.")],
+    source: Annotated[str, typer.Argument(help="Checkpoint to read: Hugging Face or Orbax folder, or 'demo'.")],
     target: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[Format, typer.Option(help="Format to write.")] = Format.orbax,
     dtype: Annotated[Dtype | None, typer.Option(help="Convert weights; by default they stay as they are.")] = None,
@@ -294,13 +296,15 @@ def convert(
 ) -> None:
     """Convert a checkpoint between Hugging Face's format and Orbax, which loads faster."""
     from glmjax import checkpoint
+    from glmjax.api import find_model
 
-    checkpoint.convert(source, target, to=to.value, dtype=dtype.value if dtype else None, overwrite=overwrite)
+    folder = find_model(source)
+    checkpoint.convert(folder, target, to=to.value, dtype=dtype.value if dtype else None, overwrite=overwrite)
     typer.echo(f"Wrote {target}")
     if time_loads:
         as_dtype = dtype.value if dtype else "bfloat16"
-        for folder, seconds in checkpoint.time_loads([source, target], as_dtype, time.perf_counter).items():
-            typer.echo(f"{seconds:8.3f} s to load {folder} as {as_dtype}")
+        for path, seconds in checkpoint.time_loads([folder, target], as_dtype, time.perf_counter).items():
+            typer.echo(f"{seconds:8.3f} s to load {path} as {as_dtype}")
 
 
 @app.command()
@@ -349,9 +353,16 @@ def _layout(name: str | None, **degrees: int) -> Layout:
     """The layout that was asked for, with as many simulated devices if it will run on a CPU."""
     if name is not None and any(degree != 1 for degree in degrees.values()):
         raise ConfigError(f"--layout {name} and degrees such as --pcp exclude one another: give one of them")
-    layout = Layout(**degrees) if name is None else Layout.parse(name)
+    layout = Layout(**degrees) if name is None else _parse_layout("--layout", name)
     _simulate_devices(layout.num_devices)
     return layout
+
+
+def _parse_layout(option: str, text: str) -> Layout:
+    try:
+        return Layout.parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def _simulate_devices(count: int) -> None:
@@ -392,21 +403,25 @@ def main() -> None:
         with lines_on_stderr():
             code = app(standalone_mode=False)
     except GlmjaxError as error:
-        _fail(as_typed(str(error)))
+        _fail(as_typed(str(error), *sys.argv[1:2]))
     except _ClickException as error:
-        _fail(error.format_message())
+        _fail(usage_message(error))
     except (typer.Abort, KeyboardInterrupt):
         raise SystemExit(130) from None
     raise SystemExit(code if isinstance(code, int) else 0)
 
 
-def as_typed(message: str) -> str:
+def as_typed(message: str, command: str | None = None) -> str:
     """A message with options as they are on the command line, ``--max-model-len``, instead of Python's names for them.
 
     Only names that are no words of prose, and none in what is said of a file, which has keys of its own.
+
+    Args:
+      command: whose options they are; None: any command's.
     """
-    commands = typer.main.get_command(app).commands.values()  # type: ignore[attr-defined]
-    options = {param.name: param.opts[0] for command in commands for param in command.params if "_" in param.name}
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    asked = [commands[command]] if command in commands else commands.values()
+    options = {param.name: param.opts[0] for each in asked for param in each.params if "_" in param.name}
     if ".json" in message:
         return message
     quoted = r"(?<!\w)'[^']*'"  # somebody's own words

@@ -294,3 +294,5 @@ def _whole(field: str, value: Any, least: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
         rule = "" if least is None else f" of at least {least}"
         raise ConfigError(f"{field} must be a whole number{rule}, got {value!r}")
+    if least is not None and value >= 1 << 30:
+        raise ConfigError(f"{field} must be below 2^30, for a device counts with 32 bits, got {value}")

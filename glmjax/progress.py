@@ -1,4 +1,4 @@
-"""Progress of what takes long: a bar where standard error is a terminal, else a few lines for the log.
+"""Progress of what takes long: a bar where standard error is a terminal or a notebook's, else lines for the log.
 
 Lines are logged at INFO: the command line shows them, and a program that uses the library if it asks for them. Their
 seconds are by the clock of rich, which its bars go by.
@@ -31,11 +31,14 @@ class Progress:
       title: what is going on, such as "Compiling".
       total: of what there is to do.
       unit: what is counted; "bytes" are shown as kB, MB and so on.
-      show: None: a bar on a terminal, lines elsewhere; True: a bar wherever it goes; False: nothing.
+      show: None: a bar on a terminal or in a notebook, lines elsewhere; True: a bar wherever it goes; False: nothing.
     """
 
     def __init__(self, title: str, total: int, unit: str, *, show: bool | None = None) -> None:
         console = Console(stderr=True)
+        if console.is_jupyter and show is not False:
+            # Drawn as on a terminal, which notebooks can show: rich's own way there needs ipywidgets.
+            console = Console(stderr=True, force_jupyter=False, force_terminal=True)
         draws = console.is_terminal if show is None else show
         of_bytes = (DownloadColumn(), TransferSpeedColumn())
         counts = of_bytes if unit == "bytes" else (MofNCompleteColumn(), TimeElapsedColumn())

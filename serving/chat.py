@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-MEDIA = ("image", "video", "audio")  # answered with a reminder: the model reads text only
+MEDIA = ("image", "video", "audio")  # the template has a reminder in their place: the model reads text only
 
 _GLM_TEMPLATE = Path(__file__).with_name("glm_chat_template.jinja")
 
@@ -144,6 +144,8 @@ def _check_message(message: Mapping[str, Any], at: str) -> Message:
     checked["role"] = "system" if role == "developer" else role
     checked["content"] = _check_content(message.get("content"), f"{at}.content", role)
     if role == "assistant":
+        if message.get("audio") is not None:
+            raise RequestError(f"{at}.audio is not supported: the model reads text, no audio", f"{at}.audio")
         if checked.get("reasoning_content") is None and "reasoning" in message:
             checked["reasoning_content"] = message["reasoning"]
         thought = checked.get("reasoning_content")
@@ -174,7 +176,7 @@ def _check_content(content: Any, at: str, role: str) -> Any:
             if not isinstance(part.get("text", part.get("refusal")), str):
                 raise RequestError(f"{where}.text must be a string", f"{where}.text")
         elif not isinstance(kind, str) or not any(medium in kind for medium in MEDIA):
-            raise RequestError(f"{where}.type {kind!r} is not supported", f"{where}.type")
+            raise RequestError(f"{where}.type must be 'text', got {kind!r}: the model reads text", f"{where}.type")
     return [_plain_part(part) for part in content]
 
 

@@ -40,10 +40,39 @@ _COUNTERS = {
     "hisparse_host_to_device_bytes": ("vllm:hisparse_host_to_device_bytes", "KV bytes copied from the host."),
     "num_accepted_tokens": ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted."),
 }
+# Numbers that vLLM has no name for: "since the start" ones only grow, the others are of this moment.
+_OWN = {
+    "compilations": "Programs compiled, all of them before the first request.",
+    "program_runs": "Runs of compiled programs since the start, one or more a step.",
+    "hisparse_total_pages": "Pages of the device's KV row pool, each of one block's rows.",
+    "hisparse_pages_free": "Pages of the device's KV row pool with nothing in them.",
+    "hisparse_pages_unpinned": "Pages that no running request wants to stay, and whose rows the host has too.",
+    "hisparse_pages_hot": "Pages in the hot regions of running requests.",
+    "kv_transfer_leases_offered": "Prompts whose KV was offered to another engine, since the start.",
+    "kv_transfer_leases_done": "Offered prompts whose KV the other engine has fetched, since the start.",
+    "kv_transfer_leases_expired": "Offered prompts given up as no engine gave a sign of life in time, since the start.",
+    "kv_transfer_leases_failed": "Offered prompts whose fetch failed or that were withdrawn, since the start.",
+    "kv_transfer_leases_held": "Offered prompts whose KV is kept at this moment for another engine to fetch.",
+    "kv_transfer_fetches_done": "Prompts whose KV was fetched from another engine, since the start.",
+    "kv_transfer_fetches_failed": "Prompts whose KV could not be fetched from another engine, since the start.",
+    "kv_transfer_fetches_running": "Prompts whose KV is being fetched from another engine at this moment.",
+    "kv_transfer_bytes_fetched": "Bytes of KV fetched from other engines since the start, failed fetches included.",
+    "kv_transfer_recomputed": "Prompts computed here since the start because their KV could not be fetched.",
+    "kv_transfer_stage_free": "Free KV blocks of the memory for KV on its way to or from other engines.",
+}
+_OF_PREFILL = "prefill_"  # before the names of another engine's numbers, in the statistics of two engines as one
 _FINISHED = "finished_"
 _ACCEPTED_AT = ("vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens accepted, by position of the draft.")
 _BLOCKS = ("free_blocks", "total_blocks", "hisparse_host_blocks", "hisparse_host_blocks_used")
 _HANDLED = {*_GAUGES, *_COUNTERS, *_BLOCKS}
+_TEXTS = {
+    **_OWN,
+    **{key: text for key, (_, text) in (*_GAUGES.items(), *_COUNTERS.items())},
+    "free_blocks": "Free KV blocks.",
+    "total_blocks": "KV blocks.",
+    "hisparse_host_blocks": "KV blocks that the host's memory holds.",
+    "hisparse_host_blocks_used": "KV blocks in use in the host's memory.",
+}
 
 _SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -196,7 +225,7 @@ class _EngineCollector(Collector):
         for key, value in stats.items():
             own = key not in _HANDLED and not key.startswith((_FINISHED, ACCEPTED_AT))
             if own and key.isidentifier() and isinstance(value, (int, float)):
-                yield self._gauge(f"glmjax:{key}", "From the engine's statistics.", value)
+                yield self._gauge(f"glmjax:{key}", _text_of(key), value)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(name, text, labels=_LABELS)
@@ -211,3 +240,14 @@ class _EngineCollector(Collector):
             if key.startswith(_FINISHED):
                 success.add_metric((*self._labels, key.removeprefix(_FINISHED)), value)
         return success
+
+
+def _text_of(key: str) -> str:
+    """What a number of the engine's counts, and its unit."""
+    if key.startswith(_OF_PREFILL):
+        return f"Prefill engine: {_text_of(key.removeprefix(_OF_PREFILL))}"
+    if key.startswith(_FINISHED):
+        return f"Completions that ended with {key.removeprefix(_FINISHED)}, since the start."
+    if key.startswith(ACCEPTED_AT):
+        return f"Drafted tokens accepted at position {key.removeprefix(ACCEPTED_AT)}."
+    return _TEXTS.get(key, "From the engine's statistics.")

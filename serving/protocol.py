@@ -1,16 +1,16 @@
 """Requests of OpenAI's HTTP API, as vLLM extends it: their schemas, checks and sampling parameters.
 
 A field that would change the answer but that glmjax cannot honour is refused by name; a field that
-nobody knows is ignored, as OpenAI-compatible servers do.
+nobody knows is ignored with a warning in the log, as vLLM does.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from glmjax.errors import RequestError
+from glmjax.serving import bad_fields
 from glmjax.types import MAX_LOGPROBS, SamplingParams
 
 
@@ -147,15 +147,17 @@ _SAMPLING_FIELDS = (
 )
 
 
-def decode[T](body: bytes, kind: type[T], check: Callable[[Any], None] | None = None) -> T:
+def decode[T: msgspec.Struct](body: bytes, kind: type[T], check: Callable[[Any], None] | None = None) -> T:
     """A request out of an HTTP body, or a ``RequestError`` that names the field."""
     raw = decode_object(body)
     if check is not None:
         check(raw)
     try:
-        return msgspec.convert(raw, kind)
+        asked = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise RequestError(str(error), _field_of(str(error))) from None
+        raise bad_fields.type_error(error, raw) from None
+    bad_fields.warn_of_unknown(raw, kind, _REFUSED)
+    return asked
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
@@ -163,7 +165,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        said = str(error).removeprefix("JSON is malformed: ").partition(" - at ")[0]
+        raise RequestError(f"the body is not valid JSON: {said[:1].lower()}{said[1:]}") from None
     if not isinstance(raw, dict):
         raise RequestError("the body must be a JSON object")
     return raw
@@ -283,10 +286,3 @@ def _sampling(
     given = {name: getattr(request, name) for name in _SAMPLING_FIELDS}
     chosen = dict(defaults) | {name: v for name, v in given.items() if v is not None}
     return SamplingParams(**chosen | {"max_tokens": max_tokens, "logprobs": logprobs})
-
-
-def _field_of(message: str) -> str | None:
-    missing = re.search(r"missing required field `([^`]+)`", message)
-    path = re.search(r"at `\$\.?([^`]*)`", message)
-    parts = [found[1] for found in (path, missing) if found and found[1]]
-    return ".".join(parts) or None

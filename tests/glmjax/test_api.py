@@ -118,6 +118,8 @@ def test_text_is_what_the_tokens_say(llm):
         ([[]], "prompt", "the prompt is empty"),
         (["fine", ""], "prompt", "the prompt is empty"),
         ({"text": "x"}, "prompt", '"prompt" or "prompt_token_ids"'),
+        ({"prompt": "x", "multi_modal_data": {"image": np.zeros(3)}}, "multi_modal_data", "text and token ids only"),
+        ({"prompt_embeds": np.zeros((2, 3))}, "prompt_embeds", "text and token ids only"),
         (5, "prompt", "text, token ids or a mapping, got 5"),
         ([1.5], "prompt", "a list of token ids"),
         ([CONFIG.vocab_size], "prompt", f"{CONFIG.vocab_size} is outside the vocabulary"),
@@ -461,6 +463,41 @@ def test_the_demo_goes_elsewhere_where_the_cache_folder_cannot_be(tmp_path, monk
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = find_model("demo")
     assert (folder / "config.json").exists() and folder.parent.parent == tmp_path
+
+
+@pytest.fixture
+def unbuilt(folder, monkeypatch):
+    """Makes an LLM without its engine; what jax is told of its cache is taken back in the end."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setattr(glmjax.LLM, "_build", lambda *_: (CONFIG, None))
+    yield lambda: glmjax.LLM(folder, **FEW)
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compiled_programs_are_kept_in_the_cache_folder(unbuilt, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLMJAX_CACHE", str(tmp_path / "cache"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    unbuilt()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache" / "jax")
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.1
+
+
+def test_a_cache_that_jax_was_given_stays(unbuilt, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 7.0)
+    unbuilt()
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
+
+
+def test_nothing_is_kept_where_the_cache_folder_cannot_be(unbuilt, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("GLMJAX_CACHE", str(tmp_path / "file" / "cache"))
+    jax.config.update("jax_compilation_cache_dir", None)
+    unbuilt()
+    assert jax.config.jax_compilation_cache_dir is None
 
 
 def test_any_other_name_is_a_path():

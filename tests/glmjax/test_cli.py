@@ -114,6 +114,10 @@ def test_generate_treats_prompts_as_messages(glm, folder):
     ("options", "message"),
     [
         (["--max-num-seqs", "0"], "--max-num-seqs must be a whole number of at least 1, got 0"),
+        (
+            ["--block-size", "1073741824"],
+            "--block-size must be below 2^30, for a device counts with 32 bits, got 1073741824",
+        ),
         (["--temperature", "3"], "temperature must be in [0, 2], got 3.0"),
         (["--top-p", "0"], "--top-p must be in (0, 1], got 0.0"),
         (["--top-k", "-2"], "--top-k must be 0 or -1 for all, or a positive number of tokens, got -2"),
@@ -175,6 +179,12 @@ def test_messages_name_options_as_they_are_typed(message, typed):
     assert cli.as_typed(message) == typed
 
 
+def test_a_message_names_only_options_of_its_own_command():
+    assert cli.as_typed("top_k and kv_insert", "kernels") == "top_k and kv_insert"
+    assert cli.as_typed("top_k is too large", "generate") == "--top-k is too large"
+    assert cli.as_typed("top_k is too large", "no command") == "--top-k is too large"
+
+
 def test_a_missing_checkpoint_is_one_line_and_exit_code_2(tmp_path):
     run = process("-m", "glmjax", "generate", tmp_path / "nowhere", "-p", "ab")
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"glmjax: {tmp_path / 'nowhere'} not found\n")
@@ -189,12 +199,8 @@ def test_an_unsupported_model_is_one_line_and_exit_code_2(glm, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["generate", "x", "-p", "ab", "--dtype", "float64"], ["--dtype", "float64", "bfloat16", "float32"]),
-        (["generate", "x", "-p", "ab", "--max-tokens", "many"], ["--max-tokens", "integer"]),
         (["generate", "x"], ["--prompt"]),
         (["generate", "x", "-p", "ab", "--max-token", "1"], ["--max-token"]),
-        (["serve", "x", "--policy", "lifo"], ["--policy", "lifo", "fcfs", "priority"]),
-        (["convert", "x", "y", "--to", "gguf"], ["--to", "gguf", "orbax", "hf"]),
         (["dance"], ["dance"]),
     ],
     ids=lambda value: " ".join(value),
@@ -235,6 +241,16 @@ def test_convert_replaces_a_folder_only_if_told(glm, folder, tmp_path):
     assert (tmp_path / "file").read_text() == "precious"
     assert glm("convert", folder, tmp_path, "--overwrite")[0] == 0
     assert is_orbax(tmp_path) and not (tmp_path / "file").exists()
+
+
+def test_convert_knows_the_demo_by_name_and_a_folder_of_that_name_by_its_path(glm, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("GLMJAX_CACHE", str(tmp_path / "cache"))
+    assert glm("convert", "demo", tmp_path / "orbax")[:2] == (0, f"Wrote {tmp_path / 'orbax'}\n")
+    assert GLMConfig.from_hf(tmp_path / "orbax") == demo_config()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").symlink_to(folder)
+    assert glm("convert", "./demo", "other", "--to", "hf")[0] == 0
+    assert GLMConfig.from_hf("other") == GLMConfig.from_hf(folder)
 
 
 def test_demo_writes_a_checkpoint(glm, tmp_path):

@@ -59,6 +59,30 @@ def test_a_bar_takes_the_place_of_lines(lines, capsys):
     assert lines() == [] and out == "" and "Compiling [all]" in err and "3/7" in err
 
 
+@pytest.fixture
+def notebook(monkeypatch):
+    """As in a kernel of Jupyter's: what rich knows it by."""
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr("builtins.get_ipython", lambda: shell, raising=False)
+    monkeypatch.setenv("TERM", "xterm-color")
+
+
+@pytest.mark.parametrize("show", [None, True])
+def test_a_notebook_gets_a_bar_that_is_drawn_over_itself(notebook, lines, capsys, recwarn, show):
+    with Progress("Compiling", 7, "programs", show=show) as shown:
+        shown.advance(3)
+        shown.advance(4)
+    out, err = capsys.readouterr()
+    assert lines() == [] and out == "" and not recwarn.list
+    assert "3/7" not in err.rpartition("\r")[2] and "7/7" in err.rpartition("\r")[2]
+
+
+def test_a_notebook_gets_nothing_where_nothing_is_wanted(notebook, lines, capsys):
+    with Progress("Compiling", 7, "programs", show=False):
+        pass
+    assert lines() == [] and capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_program_that_uses_the_library_is_told_only_if_it_asks(asks):
     code = f"""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from glmjax.errors import CheckpointError, RequestError
-from glmjax.serving.chat import ChatTemplate, check_messages, opens_reasoning
+from glmjax.serving.chat import TEXT_PARTS, ChatTemplate, check_messages, opens_reasoning
 from glmjax.serving.clock import ManualClock
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "chat_golden_glm53.json").read_text(encoding="utf-8"))
@@ -108,9 +108,10 @@ def test_whether_the_prompt_opens_reasoning():
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([user(7)], "messages[0].content"),
-        ([user([{"type": "file"}])], "messages[0].content[0].type"),
+        ([user([{"text": "x"}])], "messages[0].content[0].type"),
         ([user([{"type": "text"}])], "messages[0].content[0].text"),
         ([user("x"), {"role": "assistant", "reasoning_content": 1}], "messages[1].reasoning_content"),
+        ([user("x"), {"role": "assistant", "audio": {"id": "a"}}], "messages[1].audio"),
         ([{"role": "assistant", "tool_calls": {}}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
         *(
@@ -126,6 +127,23 @@ def test_bad_messages_are_refused_by_name(messages, param):
     with pytest.raises(RequestError) as caught:
         GLM.render(messages)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("template", [GLM, ChatTemplate("{{ messages[1].content[1].type }}")], ids=["ours", "own"])
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize("kind", ["file", "input_file", "document", "embeds", None, 3])
+def test_a_part_that_nobody_knows_is_refused_by_its_type_whatever_the_template_and_the_role(template, role, kind):
+    parts = [{"type": "text", "text": "look"}, {"type": kind, kind: {"url": "https://x/y.png"}}]
+    with pytest.raises(RequestError) as caught:
+        template.render([user("x"), {"role": role, "content": parts}])
+    assert caught.value.param == "messages[1].content[1].type"
+    assert f"must be 'text', got {kind!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", TEXT_PARTS)
+def test_text_parts_of_any_name_are_text(kind):
+    parts = [{"type": kind, "refusal" if kind == "refusal" else "text": "one"}, " two"]
+    assert GLM.render([user(parts)]) == f"{HEAD}<|user|>one two<|assistant|><think>"
 
 
 @pytest.mark.parametrize(

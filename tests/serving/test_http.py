@@ -491,6 +491,7 @@ def test_bad_completions_name_the_field(web, given, param):
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages[0].content[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"messages": [{"role": "user", "content": "x" * MAX_LEN}]}, "messages"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
