@@ -35,9 +35,8 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-@pytest.hookimpl
 def pytest_sessionstart() -> None:
-    """Lets Python look for garbage less often, and never through jax's own modules: a third of the time of tracing."""
+    """Lets Python look for garbage less often, and never through jax's modules: tracing makes objects, not garbage."""
     import jax  # after the environment is set
     import jax.numpy  # noqa: F401
 
