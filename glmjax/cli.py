@@ -142,7 +142,6 @@ def serve(
     pair = [_parse_layout(option, text) for option, text in given.items() if text is not None]
     if connector is Connector.local:
         _simulate_devices(sum(one.num_devices for one in pair))
-    api.enable_compilation_cache()
     api.serve(
         model,
         host,
@@ -235,7 +234,6 @@ def generate(
     from glmjax.types import SamplingParams
 
     chosen = _layout(layout, dp=dp, tp=tp, pcp=pcp, dcp=dcp, ep=ep, interleave=interleave)
-    api.enable_compilation_cache()
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, skip_special_tokens=not chat
     )

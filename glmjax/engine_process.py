@@ -47,7 +47,6 @@ def _serve(job: dict[str, Any]) -> Any:
     count = Layout.parse(job["options"]["layout"]).num_devices
     if count > 1 and "device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", count)
-    api.enable_compilation_cache()
     return api.serve(job["model"], port=0, block=False, **job["http"], **job["options"])
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from glmjax.kernels import sparse_mla_hopper
 from glmjax.kernels.roofline import MULTIPROCESSORS
 from glmjax.kernels.sparse_mla_hopper import clusters_at_once, count_cut, default_config, least_bytes
 
@@ -65,3 +66,10 @@ def test_the_cuts_are_counted_as_documented():
 
 def test_a_cluster_stays_within_a_group_of_multiprocessors():
     assert [clusters_at_once(n) for n in (1, 2, 4, 6, 8, 16)] == [132, 66, 32, 18, 16, 8]
+
+
+def test_with_a_group_below_16_clusters_of_11_have_least_in_a_row(monkeypatch):
+    monkeypatch.setattr(sparse_mla_hopper, "GROUPS", (18, 18, 18, 16, 16, 16, 16, 14))
+    assert [clusters_at_once(n) for n in (16, 8)] == [7, 15]  # as reported of two H100
+    assert [count_cut(8, 64, 8, blocks).tiles for blocks in (16, 11, 8)] == [4, 3, 4]
+    assert default_config(8, 64, 2048, True).splits == 11
