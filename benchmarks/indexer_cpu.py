@@ -7,14 +7,14 @@ time of the wall stands that of the processor, of all threads together.
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from rich.console import Console
 from support.tables import make_table, number
+from support.timing import best_ms
 
 from glmjax.kernels.index_limits import KEY_BLOCK
 from glmjax.kernels.index_scores import paged_index_scores
@@ -22,19 +22,6 @@ from glmjax.kernels.index_topk import index_top_k
 
 HEADS, DIM, TOP_K = 32, 128, 2048
 MATRIX_LIMIT = 1 << 25  # of scores: larger ones are not measured alone
-
-
-def best_ms(f: Callable[..., Any], *args: Any, seconds: float) -> dict[str, float]:
-    """Of as many runs as the time allows, two at least after the first, which compiles: the least time of the wall and
-    the least of the processor, of all threads together. The latter says more where others use the machine."""
-    jax.block_until_ready(f(*args))
-    times: list[tuple[float, float]] = []
-    while len(times) < 2 or sum(wall for wall, _ in times) < seconds:
-        start = time.perf_counter(), time.process_time()
-        jax.block_until_ready(f(*args))
-        times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
-    wall, processor = (1e3 * min(column) for column in zip(*times, strict=True))
-    return {"wall": wall, "processor": processor}
 
 
 def measure(queries: list[int], contexts: list[int], seconds: float) -> Iterator[dict[str, Any]]:

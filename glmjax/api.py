@@ -4,6 +4,7 @@ import contextlib
 import json
 import operator
 import os
+import re
 import sys
 import tempfile
 import uuid
@@ -15,7 +16,9 @@ import jax
 
 import glmjax
 from glmjax.checkpoint import load_checkpoint, load_config
+from glmjax.cli_interrupt import in_order
 from glmjax.config import GLMConfig, token_ids
+from glmjax.cuda_plugin import expect_no_libraries
 from glmjax.demo import build_demo
 from glmjax.engines import build_engine, build_pair, build_role
 from glmjax.errors import CheckpointError, ConfigError, RequestError
@@ -49,6 +52,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any):
+        expect_no_libraries()
         settings = engine_options(**options)
         if settings.prefill is not None and settings.connector not in ("auto", "local"):
             raise ConfigError(
@@ -195,6 +199,13 @@ class LLM:
             given = SamplingParams(**self.sampling_defaults)
         if isinstance(given, SamplingParams):
             return [given] * count
+        if isinstance(given, Mapping):
+            names = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            raise RequestError(f"write SamplingParams({names}) instead of a mapping", "sampling_params")
+        if not isinstance(given, Sequence) or not all(isinstance(one, SamplingParams) for one in given):
+            raise RequestError(
+                f"sampling_params must be SamplingParams or a list of them, got {given!r}", "sampling_params"
+            )
         if len(given) != count:
             raise RequestError(f"{len(given)} sampling_params for {count} prompts", "sampling_params")
         return given
@@ -221,6 +232,7 @@ def serve(
       api_key: if given, clients must send one of them as a Bearer token.
       max_num_queued_requests: more waiting requests get a 503.
     """
+    expect_no_libraries()
     names = [served_model_name] if isinstance(served_model_name, str) else served_model_name or [str(model)]
     keys = [api_key] if isinstance(api_key, str) else api_key or ()
     if not all(keys):
@@ -276,7 +288,8 @@ def serve(
 def _until_interrupted(server: Server, names: Sequence[str], keys: Sequence[str], block: bool) -> Server:
     if block:
         announce(server, names[0], keys[0] if keys else None)
-        server.wait()
+        with in_order():
+            server.wait()
     return server
 
 
@@ -290,9 +303,19 @@ def announce(server: Server, name: str, api_key: str | None = None) -> None:
 
 
 def find_model(model: str | Path) -> Path:
-    """The folder of a model: a path, or ``"demo"``, which is built once in the user's cache folder."""
+    """The folder of a model: a path, or ``"demo"``, which is built once in the user's cache folder.
+
+    Raises:
+      CheckpointError: there is no such path, and it looks like the name of a model on Hugging Face's Hub.
+    """
     if str(model) != "demo":
-        return Path(model)
+        path = Path(model)
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(model)) and not path.exists():
+            raise CheckpointError(
+                f"{model} not found: if it is on Hugging Face's Hub, download it first: hf download {model} "
+                f"--local-dir {path.name}; then give that folder"
+            )
+        return path
     root = _cache_folder()
     path = root / "demo"
     if not (path / "config.json").exists():
@@ -301,7 +324,8 @@ def find_model(model: str | Path) -> Path:
         except OSError:
             path = Path(tempfile.mkdtemp(prefix="glmjax-")) / "demo"
         try:
-            build_demo(path)
+            with in_order():
+                build_demo(path)
         except CheckpointError:
             # Another process may have built it meanwhile.
             if not (path / "config.json").exists():

@@ -8,7 +8,7 @@ results are merged by log-sum-exp.
 import jax
 import jax.numpy as jnp
 
-from glmjax.cache import pack_mla
+from glmjax.cache import Rows
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV, Ahead, gather_beside, gathered_slots
 from glmjax.hisparse import Incoming, bring_in
@@ -25,19 +25,10 @@ def query_latent(weights: AttentionParams, config: GLMConfig, x: jax.Array) -> j
     return rms_norm(linear(x, weights.query_down), weights.query_norm, config.mla_norm_eps)
 
 
-def insert_kv(
-    weights: AttentionParams,
-    config: GLMConfig,
-    kv: KV,
-    layer: jax.Array | int,
-    x: jax.Array,
-    angles: jax.Array,
-    share: Share,
-) -> KV:
-    """Computes the latent and rotary key of x [T, D] and writes them to the batch's slots."""
+def new_rows(weights: AttentionParams, config: GLMConfig, x: jax.Array, angles: jax.Array) -> Rows:
+    """What a layer's KV keeps of x [T, D]: its latent, normed, [T, kv_lora] and its rotary key [T, rope]."""
     latent, rope = jnp.split(linear(x, weights.kv_down), [config.kv_lora_rank], axis=-1)
-    latent = rms_norm(latent, weights.kv_norm, config.mla_norm_eps)
-    return kv.write(layer, pack_mla(kv.cache, latent, apply_rope(rope, angles)), share)
+    return {"latent": rms_norm(latent, weights.kv_norm, config.mla_norm_eps), "rope": apply_rope(rope, angles)}
 
 
 def selected_slots(

@@ -21,7 +21,7 @@ from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.kernels import kv_rows
 from glmjax.kernels.choose import choose
-from glmjax.kernels.kv_insert import kv_insert
+from glmjax.kernels.kv_insert import as_stored, kv_insert, put_rows
 from glmjax.kernels.row_fetch import as_fields, row_fetch
 from glmjax.tiers import HotRows, Offload, abstract_hot_rows
 
@@ -58,7 +58,7 @@ class KVCache:
         return "fp8_ds_mla" if self.quantized else "float32" if self.latent.dtype == jnp.float32 else "bfloat16"
 
 
-Rows = dict[str, jax.Array]  # rows on their way into a cache, as it stores them: field -> [T, ...]
+Rows = dict[str, jax.Array]  # rows on their way into a cache: field -> [T, ...]
 
 
 def abstract_cache(
@@ -135,44 +135,36 @@ def _read(pool: jax.Array, layer: jax.Array | int, slots: jax.Array) -> jax.Arra
     return stored_values(read_stored(pool, layer, slots))
 
 
-def pack_mla(cache: KVCache, latent: jax.Array, rope: jax.Array) -> Rows:
-    """Rows as the cache stores them: latent [T, kv_lora], rope [T, rope]."""
-    rope = rope.astype(cache.rope.dtype)
-    if not cache.quantized:
-        return {"latent": latent.astype(cache.latent.dtype), "rope": rope}
-    values, scale = kv_rows.quantize_latent(latent.astype(jnp.bfloat16))
-    return {"latent": stored_bits(values), "latent_scale": scale, "rope": rope}
+def packed(cache: KVCache, rows: Rows) -> Rows:
+    """New rows as the cache stores them, for their way between devices: half the bytes, where it is quantised."""
+    return as_stored(_pools(cache), rows)
 
 
-def pack_index_key(cache: KVCache, key: jax.Array) -> Rows:
-    """Index keys as the cache stores them: [T, index_dim]."""
-    if not cache.quantized:
-        return {"index_key": key.astype(cache.index_key.dtype)}
-    values, scale = kv_rows.quantize_index_key(key.astype(jnp.bfloat16))
-    return {"index_key": stored_bits(values), "index_scale": scale}
-
-
-def write_rows(cache: KVCache, place: jax.Array | int, slots: jax.Array, rows: Rows) -> KVCache:
-    """Writes packed rows.
+def write_rows(
+    cache: KVCache,
+    rows: Rows,
+    slots: jax.Array,
+    *,
+    layer: jax.Array | int | None = None,
+    indexer: jax.Array | int | None = None,
+    index_slots: jax.Array | None = None,
+) -> KVCache:
+    """Writes new rows of a layer, an indexer, or both.
 
     Args:
-      place: the layer, or the indexer for index keys.
+      rows: normed latents and rotated keys, numbers or ``packed``: ``latent`` [T, kv_lora] and ``rope`` [T, rope] if
+        there is a layer, ``index_key`` [T, index_dim] if there is an indexer.
       slots: [T] int32, -1 dropped.
+      index_slots: those of the index keys, where they differ.
     """
-    pools = {name: pool for name, pool in vars(cache).items() if isinstance(pool, jax.Array)}
-    layer, indexer = (place, None) if "latent" in rows else (None, place)
-    written: dict[str, Any] = kv_insert(pools, rows, slots, layer=layer, indexer=indexer)
+    written: dict[str, Any] = kv_insert(
+        _pools(cache), rows, slots, layer=layer, indexer=indexer, index_slots=index_slots
+    )
     return dataclasses.replace(cache, **written)
 
 
-def insert_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array, latent: jax.Array, rope: jax.Array) -> KVCache:
-    """Writes one layer's rows: slots [T] int32 (-1 dropped), latent [T, kv_lora], rope [T, rope]."""
-    return write_rows(cache, layer, slots, pack_mla(cache, latent, rope))
-
-
-def insert_index_key(cache: KVCache, indexer: jax.Array | int, slots: jax.Array, key: jax.Array) -> KVCache:
-    """Writes one indexer's keys: slots [T] int32 (-1 dropped), key [T, index_dim]."""
-    return write_rows(cache, indexer, slots, pack_index_key(cache, key))
+def _pools(cache: KVCache) -> dict[str, jax.Array]:
+    return {name: pool for name, pool in vars(cache).items() if isinstance(pool, jax.Array)}
 
 
 def read_mla(cache: KVCache, layer: jax.Array | int, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -204,25 +196,13 @@ def store_packed(
     if choose("row_fetch", kernel="triton") == "jnp":
         own = jax.lax.dynamic_slice_in_dim(rows, first, slots.shape[0])
         found = as_fields([own], [pool[0] for pool in fields.values()])
-        new = {name: _put_rows(pool, layer, slots, x) for (name, pool), x in zip(fields.items(), found, strict=True)}
-        return dataclasses.replace(cache, **new)
+        put: dict[str, Any] = put_rows(fields, layer, slots, dict(zip(fields, found, strict=True)))
+        return dataclasses.replace(cache, **put)
     targets = jnp.where(slots >= 0, layer * size + slots, -1)
     flat = [x.reshape(-1, x.shape[-1]) for x in fields.values()]
     written = row_fetch(flat, rows, targets, first + jnp.arange(slots.shape[0], dtype=jnp.int32))
     new = {name: rows.reshape(x.shape) for (name, x), rows in zip(fields.items(), written, strict=True)}
     return dataclasses.replace(cache, **new)
-
-
-def _put_rows(pool: jax.Array, layer: jax.Array | int, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """pool[layer, slots] = rows but for slots of -1, in place on a CPU: a pool in another shape would be a copy."""
-    (kept,) = jnp.nonzero(slots >= 0, size=slots.shape[0], fill_value=0)
-
-    def put(turn: jax.Array, pool: jax.Array) -> jax.Array:
-        i = kept[turn]
-        row = jax.lax.dynamic_slice_in_dim(rows, i, 1)[None]
-        return jax.lax.dynamic_update_slice(pool, row, (jnp.asarray(layer, jnp.int32), slots[i], jnp.int32(0)))
-
-    return jax.lax.fori_loop(0, jnp.sum(slots >= 0, dtype=jnp.int32), put, pool)
 
 
 def read_index_keys(

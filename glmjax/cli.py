@@ -10,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from glmjax import __version__, bench_cli, cli_proxy
+from glmjax import __version__, bench_cli, cli_interrupt, cli_proxy
 from glmjax.cli_errors import usage_message
 from glmjax.cli_log import lines_on_stderr
 from glmjax.cli_options import (
@@ -68,6 +68,7 @@ from glmjax.cli_options import (
     SyntheticLength,
     SyntheticRates,
 )
+from glmjax.cuda_plugin import expect_no_libraries, may_have_gpu
 from glmjax.errors import ConfigError, GlmjaxError
 from glmjax.sharding.layout import Layout
 
@@ -280,7 +281,8 @@ def generate(
         typer.echo(json.dumps(rows, ensure_ascii=False, indent=1))
         return
     for text, out in zip(prompt, outputs, strict=True):
-        typer.echo(f"{text}{'' if not chat else chr(10)}{out.outputs[0].text}")
+        asked = typer.style(text, bold=True)  # on a terminal: what follows is the model's
+        typer.echo(f"{asked}{'' if not chat else chr(10)}{out.outputs[0].text}")
 
 
 @app.command()
@@ -297,7 +299,8 @@ def convert(
     from glmjax.api import find_model
 
     folder = find_model(source)
-    checkpoint.convert(folder, target, to=to.value, dtype=dtype.value if dtype else None, overwrite=overwrite)
+    with cli_interrupt.in_order():
+        checkpoint.convert(folder, target, to=to.value, dtype=dtype.value if dtype else None, overwrite=overwrite)
     typer.echo(f"Wrote {target}")
     if time_loads:
         as_dtype = dtype.value if dtype else "bfloat16"
@@ -314,7 +317,8 @@ def demo(
     """Write the demo checkpoint: small, random, deterministic."""
     from glmjax.demo import build_demo
 
-    build_demo(target, seed=seed, overwrite=overwrite)
+    with cli_interrupt.in_order():
+        build_demo(target, seed=seed, overwrite=overwrite)
     typer.echo(f"Wrote {target}")
 
 
@@ -327,24 +331,25 @@ def kernels(
     """Compile the kernels for an H200 and print registers, spills, instructions and roofline; needs no GPU."""
     import jax
     from rich.console import Console
-    from rich.progress import Progress
 
-    if not _may_have_gpu() and "JAX_PLATFORMS" not in os.environ:
+    if not may_have_gpu() and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")  # else JAX leaves the CUDA plugin out, which compiles without a GPU
     from glmjax import kernel_report
+    from glmjax.progress import Progress
 
+    kernel_report.check_names(names or ())
     cases = kernel_report.select_cases(kernel_report.all_cases(), names or ())
     clock = time.perf_counter if measure and kernel_report.can_measure() else None
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        reports = [kernel_report.report(case, clock) for case in progress.track(cases, description="Compiling")]
+    kernel_report.h200_mesh()  # says if nothing can be compiled
+    reports = []
+    with Progress("Compiling", len(cases), "kernels") as progress:
+        for case in cases:
+            reports.append(kernel_report.report(case, clock))
+            progress.advance()
     if as_json:
         typer.echo(json.dumps([report.as_json() for report in reports], indent=1))
     else:
         Console(width=None if sys.stdout.isatty() else 200).print(kernel_report.as_table(reports))
-
-
-def _may_have_gpu() -> bool:
-    return any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _layout(name: str | None, **degrees: int) -> Layout:
@@ -394,18 +399,22 @@ def _root(
 
 def main() -> None:
     """Entry point: one line and exit code 2 for what the user can mend."""
-    if not _may_have_gpu():
-        # With the CUDA plugin there to compile only, JAX would print a traceback: it finds no CUDA libraries.
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    expect_no_libraries()
     try:
-        with lines_on_stderr():
+        with cli_interrupt.at_once(), lines_on_stderr():
             code = app(standalone_mode=False)
+        if code == cli_interrupt.EXIT_CODE:  # newer typers return it
+            raise KeyboardInterrupt
     except GlmjaxError as error:
         _fail(as_typed(str(error), *sys.argv[1:2]))
     except _ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()
+            raise SystemExit(2) from None
         _fail(usage_message(error))
     except (typer.Abort, KeyboardInterrupt):
-        raise SystemExit(130) from None
+        sys.stderr.write(cli_interrupt.message())
+        raise SystemExit(cli_interrupt.EXIT_CODE) from None
     raise SystemExit(code if isinstance(code, int) else 0)
 
 

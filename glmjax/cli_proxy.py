@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from glmjax.cli_interrupt import in_order
 from glmjax.cli_options import LoadFailure, MinPrefill, OnLoadFailure
 from glmjax.errors import ConfigError
 
@@ -39,7 +40,8 @@ def proxy(
     server = Server(build_front(one_pair(pair), options), host, port)
     typer.echo(f"Serving {pair.prefill} and {pair.decode} on {server.url}")
     warn_of_engines({"prefill": pair.prefill, "decode": pair.decode})
-    server.wait()
+    with in_order():
+        server.wait()
 
 
 def engine_url(name: str, text: str) -> str:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.xla_metadata import xla_metadata_call
 
-from glmjax.cache import KVCache, Rows, mla_fields, read_stored, stored_values, write_rows
+from glmjax.cache import KVCache, Rows, mla_fields, packed, read_stored, stored_values, write_rows
 from glmjax.kernels.row_fetch import as_fields
 from glmjax.sharding import cp
 from glmjax.share import Share
@@ -34,13 +34,19 @@ class KV(NamedTuple):
         """Where to read the rows of a layer or the keys of an indexer, and its place there."""
         return (self.cache, place) if self.view is None else (self.view, 0)
 
-    def write(self, place: jax.Array | int, rows: Rows, share: Share) -> "KV":
-        """Writes a layer's (an indexer's) new rows [T, ...] of this device and of all others of its group."""
-        rows = jax.tree.map(share.gather_rows, rows)
-        slots = share.row_slots(share.write_slots) if "latent" in rows else share.write_slots
-        cache, view = write_rows(self.cache, place, slots, rows), self.view
+    def write(
+        self, rows: Rows, share: Share, layer: jax.Array | int | None, indexer: jax.Array | int | None = None
+    ) -> "KV":
+        """Writes new rows [T, ...] of a layer, an indexer or both: this device's and those of its context group."""
+        if share.layout.pcp > 1:
+            rows = jax.tree.map(share.gather_rows, packed(self.cache, rows))
+        slots, view = share.write_slots, self.view
+        rows_at, keys_at = share.row_slots(slots), None if indexer is None else slots
+        cache = write_rows(self.cache, rows, rows_at, layer=layer, indexer=indexer, index_slots=keys_at)
         if view is not None:
-            view = write_rows(view, 0, gathered_slots(share, share.group_positions).reshape(-1), rows)
+            slots = gathered_slots(share, share.group_positions).reshape(-1)
+            layer, indexer = (None if place is None else 0 for place in (layer, indexer))
+            view = write_rows(view, rows, slots, layer=layer, indexer=indexer)
         return KV(cache, view)
 
 

@@ -7,7 +7,7 @@ top-k; or, if the step brings the keys to the queries, every rank scores all key
 import jax
 import jax.numpy as jnp
 
-from glmjax.cache import KVCache, pack_index_key, read_index_keys, stored_bits, stored_values
+from glmjax.cache import KVCache, Rows, read_index_keys, stored_bits, stored_values
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV, gathered_tables, read_gathered_keys
 from glmjax.kernels import kv_rows
@@ -21,6 +21,19 @@ from glmjax.share import Share
 KEY_NORM_EPS = 1e-6  # the indexer's own, not the model's (spec/model.md 2.4)
 
 
+def new_keys(weights: IndexerParams, config: GLMConfig, x: jax.Array, angles: jax.Array) -> Rows:
+    """The index keys of x [T, D], hidden states after input_layernorm: [T, index_dim]."""
+    key = layer_norm(linear(x, weights.key), weights.key_norm_weight, weights.key_norm_bias, KEY_NORM_EPS)
+    return {"index_key": _rotate(config, key, angles)}
+
+
+def _rotate(config: GLMConfig, y: jax.Array, angles: jax.Array) -> jax.Array:
+    """Turns the first dimensions of y [..., index_dim]."""
+    rope = config.qk_rope_head_dim
+    turned = apply_rope(y[..., :rope], angles, interleaved=config.indexer_rope_interleave)
+    return jnp.concatenate([turned, y[..., rope:]], axis=-1)
+
+
 def select(
     weights: IndexerParams,
     config: GLMConfig,
@@ -30,30 +43,22 @@ def select(
     query_latent: jax.Array,
     angles: jax.Array,
     share: Share,
-) -> tuple[KV, jax.Array]:
-    """Writes the new index keys and selects each query's positions.
+) -> jax.Array:
+    """Selects each query's positions.
 
     Args:
       weights: one indexer's weights.
+      kv: with the index keys of the queries' own positions.
       indexer: which, in the cache's stack.
       x: [T, D] hidden states after input_layernorm, T = r * q.
       query_latent: [T, q_lora], normed, shared with MLA.
       angles: [T, rope / 2].
 
     Returns:
-      the KV and the selected positions [T, K] int32, -1 for missing; K = index_topk.
+      positions [T, K] int32, -1 for missing; K = index_topk.
     """
-    heads, dim, rope = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
-    interleaved = config.indexer_rope_interleave
-
-    def rotate(y: jax.Array, at: jax.Array) -> jax.Array:
-        turned = apply_rope(y[..., :rope], at, interleaved=interleaved)
-        return jnp.concatenate([turned, y[..., rope:]], axis=-1)
-
-    key = layer_norm(linear(x, weights.key), weights.key_norm_weight, weights.key_norm_bias, KEY_NORM_EPS)
-    kv = kv.write(indexer, pack_index_key(kv.cache, rotate(key, angles)), share)
-
-    query = rotate(linear(query_latent, weights.query).reshape(-1, heads, dim), angles[:, None])
+    heads, dim = config.index_n_heads, config.index_head_dim
+    query = _rotate(config, linear(query_latent, weights.query).reshape(-1, heads, dim), angles[:, None])
     head_weights = (
         jnp.matmul(x.astype(jnp.float32), weights.head_weights.T, precision="highest") * (dim * heads) ** -0.5
     )  # [T, heads]
@@ -79,7 +84,7 @@ def select(
         best = scan_context(config.index_topk, source, query, head_weights, positions)
     if share.kv == "query_gather":
         best = merge_candidates(*share.gather_candidates(best), config.index_topk)
-    return kv, best[1].reshape(-1, config.index_topk)
+    return best[1].reshape(-1, config.index_topk)
 
 
 def _best_by_kernel(

@@ -25,6 +25,10 @@ from glmjax.kernels.row_format import HostRows
 from glmjax.sharding.aot import H200Program, compile_for_h200, h200_devices
 
 WARM_UP, REPEATS = 3, 50
+KERNELS = (
+    *("index_scores", "index_top_k", "top_k", "sparse_mla", "kv_insert", "row_fetch"),
+    *("grouped_matmul", "block_fp8_matmul"),
+)
 SHOWN = TENSOR_CORES | COPIES | {"LDG.E.128", "STG.E.128"}  # of the instructions, in the table
 
 
@@ -89,6 +93,12 @@ def all_cases() -> tuple[Case, ...]:
     return tuple(case for module in modules for case in module.cases())
 
 
+def check_names(names: Iterable[str], known: Iterable[str] = KERNELS) -> None:
+    """ConfigError unless there are kernels of these names; needs no Triton."""
+    if unknown := sorted({*names} - {*known}):
+        raise ConfigError(f"no kernel {', '.join(map(repr, unknown))}: there are {', '.join(sorted(known))}")
+
+
 def select_cases(cases: Iterable[Case], names: Iterable[str]) -> tuple[Case, ...]:
     """The cases of kernels with these names; all of them if there are none.
 
@@ -96,9 +106,7 @@ def select_cases(cases: Iterable[Case], names: Iterable[str]) -> tuple[Case, ...
       ConfigError: there is no such kernel.
     """
     cases, wanted = tuple(cases), set(names)
-    known = {case.kernel for case in cases}
-    if unknown := sorted(wanted - known):
-        raise ConfigError(f"no kernel {', '.join(map(repr, unknown))}: there are {', '.join(sorted(known))}")
+    check_names(wanted, {case.kernel for case in cases})
     return tuple(case for case in cases if not wanted or case.kernel in wanted)
 
 

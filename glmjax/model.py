@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from glmjax.attention import attend, insert_kv, query_latent, selected_slots
+from glmjax.attention import attend, new_rows, query_latent, selected_slots
 from glmjax.batch import contiguous_batch
-from glmjax.cache import CacheDtype, KVCache, make_cache
+from glmjax.cache import CacheDtype, KVCache, Rows, make_cache
 from glmjax.config import GLMConfig
 from glmjax.gathered import KV, Ahead, first_kv
 from glmjax.hisparse import Incoming, take_in
-from glmjax.indexer import select
+from glmjax.indexer import new_keys, select
 from glmjax.layers import at_layer, linear, rms_norm, rope_angles, swiglu
 from glmjax.moe import moe
 from glmjax.params import Params
@@ -43,7 +43,8 @@ class Selection(NamedTuple):
     incoming: Incoming | None
 
 
-Choose = Callable[[KV, jax.Array, jax.Array], tuple[KV, Selection]]  # (kv, x, query latent)
+# Writes a layer's new rows and says what it attends to: (kv, new rows, x, query latent).
+Choose = Callable[[KV, Rows, jax.Array, jax.Array], tuple[KV, Selection]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +111,7 @@ def run_group(
         weights = at_layer(params.attention, layer)
         x = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
         latent = query_latent(weights, config, x)
-        kv = insert_kv(weights, config, kv, layer, x, angles, share)
-        kv, chosen = choose(kv, x, latent)
+        kv, chosen = choose(kv, new_rows(weights, config, x, angles), x, latent)
         out, kv = attend(weights, config, kv, layer, latent, angles, chosen.slots, share, ahead)
         hidden = hidden + out
         x = rms_norm(hidden, weights.output_norm, config.rms_norm_eps)
@@ -124,11 +124,13 @@ def run_group(
             out = moe(params.moe, config, layer - config.first_k_dense_replace, x, share)
         return kv, hidden + out, chosen
 
-    def lead(kv: KV, x: jax.Array, latent: jax.Array) -> tuple[KV, Selection]:
-        positions = chosen
-        if positions is None:
+    def lead(kv: KV, rows: Rows, x: jax.Array, latent: jax.Array) -> tuple[KV, Selection]:
+        if chosen is not None:
+            kv, positions = kv.write(rows, share, layer), chosen
+        else:
             weights = at_layer(params.indexer, indexer)
-            kv, positions = select(weights, config, kv, indexer, x, latent, angles, share)
+            kv = kv.write(rows | new_keys(weights, config, x, angles), share, layer, indexer)
+            positions = select(weights, config, kv, indexer, x, latent, angles, share)
         kv, slots, incoming = selected_slots(
             kv, share, positions, layer=layer, indexer=indexer, followers=len(mlps) - 1
         )
@@ -150,7 +152,8 @@ def run_group(
             # A loop, whose i is an array, is of layers that read the pool.
             ahead = Ahead(next_layer(first + i)) if isinstance(i, int) else Ahead()
 
-            def reuse(kv: KV, *_: jax.Array) -> tuple[KV, Selection]:
+            def reuse(kv: KV, rows: Rows, *_: jax.Array) -> tuple[KV, Selection]:
+                kv = kv.write(rows, share, layer + first + i)
                 if selected.incoming is not None:
                     kv = take_in(kv, layer + first + i, selected.incoming, first - 1 + i)
                 return kv, selected

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from glmjax.errors import ConfigError
 from glmjax.sharding.layout import ONE_DEVICE, Layout
 from glmjax.speculation import MAX_DRAFTS, Speculation, from_speculative_config, synthetic_rates
 from glmjax.tiers import Reads
+from glmjax.vllm_names import DEGREES, ENGINE, nearest
 
 Dtype = Literal["bfloat16", "float32"]
 CacheDtypeOption = Literal["auto", "fp8_ds_mla", "bfloat16", "float32"]
@@ -265,9 +266,9 @@ def engine_options(**arguments: Any) -> EngineOptions:
                 raise ConfigError(
                     f"{name}={arguments[name]!r}, but speculative_config says {value!r}: give one of them"
                 )
-    for name in arguments:
+    for name, value in arguments.items():
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}; known ones are {', '.join(sorted(known))}")
+            raise ConfigError(f"unknown option {name!r}: {_meant(name, value, known)}")
     given = {k: v for k, v in arguments.items() if k in known}
     for name in ("layout", "prefill", "decode"):
         if isinstance(given.get(name), str):
@@ -275,6 +276,16 @@ def engine_options(**arguments: Any) -> EngineOptions:
     if given.get("layout") is None:
         given["layout"] = ONE_DEVICE
     return EngineOptions(**given)
+
+
+def _meant(name: str, value: Any, known: Collection[str]) -> str:
+    """What somebody may have meant by an option that there is not."""
+    degree = DEGREES.get(name, name)
+    if degree in DEGREES.values():
+        many = value if isinstance(value, int) and not isinstance(value, bool) else 2
+        return f"did you mean layout='{degree}={many}'?"
+    near = ENGINE.get(name) or nearest(name, known)
+    return f"did you mean {near}?" if near else "help(glmjax.options.EngineOptions) says which there are"
 
 
 def _one_of(field: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ class Progress:
     Args:
       title: what is going on, such as "Compiling".
       total: of what there is to do.
-      unit: what is counted; "bytes" are shown as kB, MB and so on.
+      unit: what is counted, in the plural; "bytes" are shown as kB, MB and so on.
       show: None: a bar on a terminal or in a notebook, lines elsewhere; True: a bar wherever it goes; False: nothing.
     """
 
@@ -86,4 +86,5 @@ class Progress:
     def _of_total(self, done: int | None = None) -> str:
         if self._unit == "bytes":
             return decimal(self._total) if done is None else f"{decimal(done)} of {decimal(self._total)}"
-        return f"{'' if done is None else f'{done} of '}{self._total} {self._unit}"
+        unit = self._unit.removesuffix("s") if self._total == 1 else self._unit
+        return f"{'' if done is None else f'{done} of '}{self._total} {unit}"

@@ -1,11 +1,13 @@
 """Values that cross between the layers of glmjax: sampling parameters and requests' outputs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from glmjax.errors import RequestError
+from glmjax.vllm_names import SAMPLING_IN_PYTHON, nearest, refusal
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -14,9 +16,36 @@ MAX_TOP_K = 1 << 20
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy, as in vLLM
 
 
+def _with_fields_of_vllm[T](cls: type[T]) -> type[T]:
+    """Lets a dataclass take vLLM's other fields where they ask for nothing, and say of others why not."""
+    made: Any = cls
+    init, fields = made.__init__, [field.name for field in dataclasses.fields(made)]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        if refused := refusal(given, SAMPLING_IN_PYTHON):
+            field, why = refused
+            raise RequestError(why, field)
+        for name in given:
+            if name not in fields and name not in SAMPLING_IN_PYTHON:
+                near = nearest(name, fields)
+                told = f"did you mean {near}?" if near else f"there are {', '.join(fields)}"
+                raise RequestError(f"unknown sampling parameter {name!r}: {told}", name)
+        init(self, *args, **{name: value for name, value in given.items() if name in fields})
+
+    made.__init__ = __init__
+    return cls
+
+
+@_with_fields_of_vllm
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop.  Names, defaults and rules follow vLLM (spec/system.md 6.3).
+
+    vLLM's other fields, such as ``frequency_penalty``, are taken where they ask for nothing.
+
+    Raises:
+      RequestError: a value is out of range or cannot be honoured, or a name is unknown.
 
     Attributes:
       n: number of completions per prompt.

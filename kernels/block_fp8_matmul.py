@@ -4,9 +4,10 @@ import math
 
 import jax
 
-from glmjax.kernels.block_fp8 import dequantize, matmul, take, weight_dtype
+from glmjax.kernels.block_fp8 import BLOCK, dequantize, matmul, take, weight_dtype
+from glmjax.kernels.check import FLOAT32, FLOATS, FP8, check_arrays, check_place
 from glmjax.kernels.choose import Implementation, choose
-from glmjax.kernels.grouped_matmul import obstacle
+from glmjax.kernels.grouped_matmul import weight_obstacle
 
 
 def block_fp8_matmul(
@@ -32,11 +33,24 @@ def block_fp8_matmul(
       [..., R] in x's dtype.
 
     Raises:
-      ConfigError: the Hopper kernel is insisted on and cannot take these shapes.
+      ConfigError: arrays do not fit one another, a stack comes without a layer, or the Hopper kernel is insisted on and
+        cannot take these shapes.
     """
+    stack = "" if layer is None else "L "  # a layer goes with a stack, and none with a weight of its own
+    check_arrays(
+        "block_fp8_matmul",
+        {
+            "x": (x, "... K", FLOATS),
+            f"values {'without' if layer is None else 'with'} layer": (values, f"{stack}R K", FP8),
+            "scale": (scale, f"{stack}R/{BLOCK} K/{BLOCK}", FLOAT32),
+        },
+    )
+    if layer is not None:
+        check_place("block_fp8_matmul", "layer", layer, values.shape[0])
     *lead, K = x.shape
-    problem = obstacle(x, values, fp8=True)
-    if choose("block_fp8_matmul", implementation, kernel="hopper", obstacle=problem) == "hopper":
+    obstacle = weight_obstacle(x, values, fp8=True)
+    chosen = choose("block_fp8_matmul", implementation, kernel="hopper", obstacle=obstacle)
+    if chosen == "hopper" and x.size:
         from glmjax.kernels.grouped_matmul_hopper import linear
 
         out = linear(x.reshape(math.prod(lead), K), values, scale, layer=0 if layer is None else layer)

@@ -12,14 +12,16 @@ position; sorted or tied scores cost time, never exactness.
 
 Parts tell each other how far they are: whenever a part has seen twice as much as before, it publishes the worst of its
 share of the k best so far. When every part has published, k scores of the row are as good as the worst published one,
-so nothing below it can be among the k best. A stale or missing value makes the threshold lower and the work longer, not
-the result another.
+so nothing below it can be among the k best. All look again every few blocks, for the last part to publish is the one
+that tells the others something. A stale or missing value makes the threshold lower and the work longer, not the result
+another.
 """
 
 # mypy: allow-untyped-defs
 # (Triton's language has types of its own.)
 
 import dataclasses
+import statistics
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +124,18 @@ def append(list_ptr, count, scores, positions, enters):
 
 
 @triton.jit
+def append_columns(list_ptrs, counts, scores, positions, enters, shift):
+    """Adds the columns of a tile of scores, each to its own list; the new counts.
+
+    How many of a column enter is counted in a byte, ``shift`` bits up in an integer: at most 255, of up to 8 columns.
+    """
+    entering = tl.sum(enters.to(shift.dtype) << shift, 1)
+    rank = (tl.cumsum(entering, 0)[:, None] >> shift).to(tl.int32) & 255
+    tl.store(list_ptrs + (counts + rank - 1), pack(scores, positions), mask=enters)
+    return counts + ((tl.sum(entering, 0) >> shift).to(tl.int32) & 255)
+
+
+@triton.jit
 def part_size_of(extent, parts, BLOCK: tl.constexpr):
     """Scores of a part of a row with so many scores: whole blocks, as many to each part."""
     return tl.cdiv(tl.cdiv(extent, parts), BLOCK) * BLOCK
@@ -137,13 +151,28 @@ def publish(published_ptr, list_ptr, count, length, visible, K: tl.constexpr, CA
 
 
 @triton.jit
-def floor_of(published_ptr, visible, parts, part_size, PARTS_PADDED: tl.constexpr):
-    """The score that the K best of a row all reach, as far as its parts have published."""
-    p = tl.arange(0, PARTS_PADDED)
-    in_use = (p < parts) & (p * part_size < visible)
-    keys = tl.load(published_ptr + p, mask=in_use, other=-1, volatile=True) ^ MISSING
-    worst = tl.min(keys, 0)
+def floors_of(published_ptrs, visible, parts, part_size, PARTS_PADDED: tl.constexpr):
+    """Of each row, the score that its K best all reach, as far as its parts have published.
+
+    To be called under a condition: else the loads would be copied ahead, through a cache that others' stores bypass.
+    """
+    p = tl.arange(0, PARTS_PADDED)[None, :]
+    in_use = (p < parts) & (p * part_size < visible[:, None])
+    keys = tl.load(published_ptrs[:, None] + p, mask=in_use, other=-1, volatile=True) ^ MISSING
+    worst = tl.min(keys, 1)
     return tl.where(worst == MISSING, LOWEST, unordered(worst))
+
+
+@triton.jit
+def floor_of(published_ptr, visible, parts, part_size, PARTS_PADDED: tl.constexpr):
+    """As ``floors_of``, of one row."""
+    one = tl.arange(0, 1)
+    return tl.max(floors_of(published_ptr + one, visible + one, parts, part_size, PARTS_PADDED), 0)
+
+
+# How far apart parts start, as is assumed where bytes are counted: by as much as an H200 reads in two microseconds for
+# one of two programs on every multiprocessor.
+APART_BYTES = 32 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +194,7 @@ class Parts:
     capacity: int
 
     @classmethod
-    def cut(cls, rows: int, size: int, *, groups: int, block: int, k: int, capacity: int) -> "Parts":
+    def cut(cls, rows: int, size: int, *, groups: int, block: int, k: int, capacity: int, shortest: int = 0) -> "Parts":
         """Up to two programs for every multiprocessor, but no more parts than a row of full size has blocks.
 
         Parts may be smaller than k: what they lack of their share of the k best, others have.
@@ -173,8 +202,12 @@ class Parts:
         Args:
           size: of the longest row.
           groups: programs that the rows take for one part.
+          shortest: with fewer scores in a part, one program for every multiprocessor has to do.
         """
-        parts = max(1, min(2 * MULTIPROCESSORS // groups, -(-size // block)))
+        parts = 2 * MULTIPROCESSORS // groups
+        if size < shortest * parts:
+            parts = -(-MULTIPROCESSORS // groups)
+        parts = max(1, min(parts, -(-size // block)))
         return cls(rows, parts, block, k, capacity)
 
     @property
@@ -202,21 +235,54 @@ class Parts:
             jax.ShapeDtypeStruct((self.rows, self.parts), jnp.int32),
         )
 
-    def bytes(self, size: int, early: int) -> int:
+    def bytes(self, size: int, *, early: int, refresh: int, apart: int) -> int:
         """Of the candidates, each written once and read once, and of the result, for full rows in random order.
 
-        What is read and written again to shorten lists and to merge them is not counted: it is there in the cache. It
-        is a little low for many parts, for the floor of a row is that of its worst part.
+        What is read and written again to shorten lists and to merge them is not counted: it is there in the cache.
+
+        Args:
+          early, refresh: scores after which a part first publishes, and after which it looks again.
+          apart: scores that the first part has seen when the last one starts.
         """
-        entered = count = 0.0
-        rate, due = 1.0, early
-        for seen in range(64, size // self.parts + 1, 64):
-            entered, count = entered + rate * 64, count + rate * 64
-            if count > self.capacity - (self.capacity - self.k) // 4:
-                count, rate = self.k, min(rate, self.k / seen)
-            if self.parts > 1 and seen >= due:
-                rate, due = min(rate, self.k / self.parts / seen), 2 * due
-        return self.rows * (16 * self.parts * int(entered) + 8 * self.k)
+        entries = self.entries(size, early=early, refresh=refresh, apart=apart)
+        return self.rows * (16 * int(entries) + 8 * self.k)
+
+    def entries(self, size: int, *, early: int, refresh: int, apart: int) -> float:
+        """Expected candidates that enter the lists of a full row in random order, ``bytes`` says for which arguments.
+
+        Parts start evenly over the time that ``apart`` scores take, the last one last, and are as fast as each other:
+        what all have published is what the last one has. Even those in step look before the last one has published.
+        """
+        length = -(-size // self.parts // self.block) * self.block
+        starts = range(0, size, length)
+        entered = 0.0
+        for i, first in enumerate(starts):
+            end = min(first + length, size)
+            behind = max(1, apart) * (1 - i / max(1, len(starts) - 1))  # scores that the last part has seen fewer
+            at, count, rate, due = first, 0.0, 1.0, early
+            while at < end:
+                if count > self.capacity - (self.capacity - self.k) // 4:
+                    count, rate = float(self.k), min(rate, self.k / (at - first))
+                stop = min(end, at + int(self.capacity - count) // self.block * self.block)
+                if self.parts > 1:
+                    stop, due = min(stop, first + due), due * (1 + (stop >= first + due))
+                for start in range(at, stop, self.block):
+                    if self.parts > 1 and start % refresh == 0 and start - first - behind >= early:
+                        published = early << (int(start - first - behind) // early).bit_length() - 1
+                        rate = min(rate, self._worst_share(size, length, len(starts), published))
+                    entering = rate * (min(start + self.block, end) - start)
+                    entered, count = entered + entering, count + entering
+                at = stop
+        return entered
+
+    def _worst_share(self, size: int, length: int, parts: int, seen: int) -> float:
+        """Share of scores that reach what all parts have published, the worst being expected of so many parts."""
+        share = -(-self.k * length // size)
+        if share > seen:
+            return 1.0
+        # Ranks among random scores are distributed as a gamma variable is, whose cube root is nearly normal.
+        spread = statistics.NormalDist().inv_cdf((parts - 0.375) / (parts + 0.25)) / 3 * (1 - share / seen) ** 0.5
+        return min(1.0, share / seen * (1 - 1 / (9 * share) + spread / share**0.5) ** 3)
 
 
 def nothing_published(parts: Parts) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from glmjax.kernels import few_rows
 from glmjax.kernels.block_fp8 import BLOCK, dequantize, matmul, take, weight_dtype
+from glmjax.kernels.check import FLOAT32, FLOATS, FP8, INT32, check_arrays, check_place, check_scale
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.grouped_schedule import group_by_expert, tile_rows
 
@@ -55,11 +56,31 @@ def grouped_swiglu(
       [T, D] float32, each token's outputs summed by weight; without weights [T, k, D] in x's dtype.
 
     Raises:
-      ConfigError: the Hopper kernel is insisted on and cannot take these shapes.
+      ConfigError: arrays do not fit one another, a scale is missing, or the Hopper kernel is insisted on and not for
+        these shapes.
     """
+    check_arrays(
+        "grouped_swiglu",
+        {
+            "x": (x, "T D", FLOATS),
+            "expert_ids": (expert_ids, "T k", INT32),
+            "gate_up": (gate_up, "M E 2 F D", FLOATS + FP8),
+            "down": (down, "M E D F", FLOATS + FP8),
+            "gate_up_scale": (gate_up_scale, f"M E 2 F/{BLOCK} D/{BLOCK}", FLOAT32),
+            "down_scale": (down_scale, f"M E D/{BLOCK} F/{BLOCK}", FLOAT32),
+            "pair_weights": (pair_weights, "T k", FLOAT32),
+        },
+        optional=("gate_up_scale", "down_scale", "pair_weights"),
+    )
+    check_scale("grouped_swiglu", "gate_up", gate_up, "gate_up_scale", gate_up_scale, FP8)
+    check_scale("grouped_swiglu", "down", down, "down_scale", down_scale, FP8)
+    check_place("grouped_swiglu", "layer", layer, gate_up.shape[0])
     fp8 = gate_up_scale is not None
-    problem = obstacle(x, gate_up, fp8=fp8) or obstacle(x, down, fp8=fp8)
-    if choose("grouped_matmul", implementation, kernel="hopper", obstacle=problem) == "hopper":
+    obstacle = weight_obstacle(x, gate_up, fp8=fp8) or weight_obstacle(x, down, fp8=fp8)
+    if fp8 != (down_scale is not None):
+        obstacle = f"{gate_up.dtype} and {down.dtype} weights, the kernel is for both with scales or none"
+    chosen = choose("grouped_swiglu", implementation, kernel="hopper", obstacle=obstacle)
+    if chosen == "hopper" and expert_ids.size:
         from glmjax.kernels.grouped_matmul_hopper import experts_swiglu
 
         return experts_swiglu(
@@ -99,7 +120,7 @@ def grouped_swiglu(
     return jnp.einsum("tkd,tk->td", out.astype(jnp.float32), pair_weights)
 
 
-def obstacle(x: jax.Array, weights: jax.Array, *, fp8: bool) -> str | None:
+def weight_obstacle(x: jax.Array, weights: jax.Array, *, fp8: bool) -> str | None:
     """Why the Hopper kernel cannot multiply ``x`` [..., K] by ``weights`` [..., R, K]; None if it can."""
     rows, depth = weights.shape[-2:]
     if x.dtype != jnp.bfloat16:
@@ -127,6 +148,8 @@ def grouped_apply(
       [T, k, D]: output of token t's j-th expert.
     """
     T, k = expert_ids.shape
+    if T * k == 0:
+        return jnp.zeros((T, k, x.shape[1]), x.dtype)
     if T * k <= UNROLL_PAIRS:
         return _apply_pairs(x, expert_ids, apply)
     tile = tile_rows(expected_pairs or T * k, num_experts, in_place=few_rows.suits(2, x.shape[1]))

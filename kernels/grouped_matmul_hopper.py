@@ -99,24 +99,23 @@ def experts_swiglu(
 def linear_tuning(T: int, R: int, K: int, sms: int = MULTIPROCESSORS) -> Tuning:
     """Tuning for T tokens times a block-FP8 [R, K].
 
-    Until every multiprocessor has an item, tiles become smaller, and then K is split.
+    Until every multiprocessor has an item, tiles become smaller, and then K is split into parts of two lines or more.
+    Where that is not enough, tiles become as small as they can be, and after them the parts.
     """
     slabs, slab_rows = cut_into_slabs(R)
     lines = K // LINE_BYTES
+    largest = next((tile for tile in TOKEN_TILES if tile >= T), TOKEN_TILES[-1])
+    tiles = [tile for tile in reversed(TOKEN_TILES) if tile <= largest]
+    splits = [n for n in range(1, lines // 2 + 1) if lines % n == 0] or [1]
+    cuts = [(tile, 1) for tile in tiles if tile > SPLIT_TILE]
+    cuts += [(tile, n) for tile in tiles if tile <= SPLIT_TILE for n in splits]
+    cuts += [(tile, lines) for tile in tiles if tile <= SPLIT_TILE]
+    tunings = [replace(choose_tuning(tile, slabs, slab_rows, sms=sms), splits=n) for tile, n in cuts]
 
-    def cut(tile: int) -> tuple[Tuning, int]:
-        tuning = choose_tuning(tile, slabs, slab_rows, sms=sms)
-        return tuning, -(-T // tile) * (slab_rows // tuning.rows)
+    def items(tuning: Tuning) -> int:
+        return -(-T // tuning.tile) * (slab_rows // tuning.rows) * tuning.splits
 
-    tile = next((tile for tile in TOKEN_TILES if tile >= T), TOKEN_TILES[-1])
-    tuning, items = cut(tile)
-    while items < sms and tile > SPLIT_TILE:
-        tile //= 2
-        tuning, items = cut(tile)
-    if tile > SPLIT_TILE:
-        return tuning
-    splits = [n for n in range(1, lines // 2 + 1) if lines % n == 0] or [1]  # two lines or more to each
-    return replace(tuning, splits=next((n for n in splits if n * items >= sms), splits[-1]))
+    return next((tuning for tuning in tunings if items(tuning) >= sms), max(tunings, key=items))
 
 
 def linear(
@@ -147,34 +146,53 @@ def _quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def cases() -> tuple[Case, ...]:
-    """GLM-5.3 on eight GPUs: 32 experts of 256 on each, and the block-FP8 linear layers."""
-    D, F, E, k = 6144, 2048, 32, 8
-    experts = [
-        _expert_case("decode batch 8", 8, k, E, F, D, fp8=True),
-        _expert_case("decode batch 8, 4 tokens each", 32, k, E, F, D, fp8=True),
-        _expert_case("decode batch 64", 64, k, E, F, D, fp8=True),
-        _expert_case("decode batch 128", 128, k, E, F, D, fp8=True),
-        _expert_case("prefill", 2048, k, E, F, D, fp8=True),
-        _expert_case("decode batch 8", 8, k, E, F, D, fp8=False),
-        _expert_case("prefill", 2048, k, E, F, D, fp8=False),
-    ]
-    shapes = {
+    """GLM-5.3 on eight GPUs, 32 experts of 256 on each, and its block-FP8 linear layers, whole and under TP.
+
+    Decode of 8 requests on each data-parallel rank, without drafts and with three, and of fewer, which a linear layer
+    pads; chunks of 2,048 tokens of a prompt. Experts in bf16 are an operation of its own: eight GPUs do not hold them.
+    """
+    decode = {
+        "TP8 batch 8": 8,
+        "TP4 batch 8": 16,
+        "TP8 batch 8, drafts": 32,
+        "DP8 batch 8": 64,
+        "DP8 batch 8, drafts": 256,
+    }
+    prefill = {"TP8 or PCP8 prefill": 2048, "TP4 prefill": 4096, "DP8 prefill": 16384}
+    experts = [_expert_case(name, T, fp8=True) for name, T in (decode | prefill).items()]
+    experts += [_expert_case("DP8 batch 8", 64, fp8=False), _expert_case("DP8 prefill", 16384, fp8=False)]
+    layers: dict[tuple[int, int, int], str] = {}
+    for tp in (1, 4, 8):
+        for T in (8, 32, 256, 2048) if tp == 1 else (8, 32, 2048):
+            for name, shape in _layer_shapes(tp).items():
+                layers.setdefault((T, *shape), name)
+    return (*experts, *(_linear_case(name, *shape) for shape, name in layers.items()))
+
+
+def _layer_shapes(tp: int) -> dict[str, tuple[int, int]]:
+    """[R, K] of every block-FP8 linear layer on one of ``tp`` GPUs."""
+    D = 6144
+    whole = {
         "query_down": (2048, D),
-        "query_up": (16384, 2048),
         "kv_down": (576, D),
-        "output": (D, 16384),
         "index query": (4096, 2048),
         "index key": (128, D),
-        "shared gate_up": (4096, D),
-        "shared down": (D, 2048),
-        "dense gate_up": (24576, D),
-        "dense down": (D, 12288),
     }
-    return (*experts, *(_linear_case(name, T, *shape) for T in (8, 2048) for name, shape in shapes.items()))
+    split = {
+        "query_up": (16384 // tp, 2048),
+        "output": (D, 16384 // tp),
+        "shared gate_up": (4096 // tp, D),
+        "shared down": (D, 2048 // tp),
+        "dense gate_up": (24576 // tp, D),
+        "dense down": (D, 12288 // tp),
+    }
+    return whole | {name if tp == 1 else f"{name} TP{tp}": shape for name, shape in split.items()}
 
 
-def _expert_case(name: str, T: int, k: int, E: int, F: int, D: int, *, fp8: bool) -> Case:
-    pairs, itemsize = T * k, 1 if fp8 else 2
+def _expert_case(name: str, T: int, *, fp8: bool) -> Case:
+    """T tokens of all GPUs, of whose choices an eighth is for this GPU's experts."""
+    k, E, F, D = 8, 32, 2048, 6144
+    pairs, itemsize = T * k // 8, 1 if fp8 else 2
     weights = FP8 if fp8 else jnp.bfloat16
     used = round(E * (1 - (1 - 1 / E) ** pairs))  # experts with tokens, if all are as likely
     weight_bytes = used * 3 * F * D * itemsize + (used * 3 * F * D // BLOCK**2 * 4 if fp8 else 0)
@@ -193,12 +211,12 @@ def _expert_case(name: str, T: int, k: int, E: int, F: int, D: int, *, fp8: bool
         x: jax.Array, ids: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array, *scales: Any
     ) -> Any:
         named = dict(zip(("gate_up_scale", "down_scale"), scales, strict=False))
-        return experts_swiglu(x, ids, gate_up, down, pair_weights=weights, **named)
+        return experts_swiglu(x, ids, gate_up, down, pair_weights=weights, expected_pairs=pairs, **named)
 
     return Case(
         kernel="grouped_matmul",
         implementation="hopper",
-        shape=f"{name}: {pairs} pairs, E={E} F={F} D={D} {'fp8' if fp8 else 'bf16'}",
+        shape=f"{name}: T={T}, {pairs} pairs, E={E} F={F} D={D} {'fp8' if fp8 else 'bf16'}",
         function=function,
         arguments=tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes),
         bytes=weight_bytes + row_bytes,
@@ -211,14 +229,16 @@ def _expert_case(name: str, T: int, k: int, E: int, F: int, D: int, *, fp8: bool
 
 def _linear_case(name: str, T: int, R: int, K: int) -> Case:
     shapes = [((T, K), jnp.bfloat16), ((R, K), FP8), ((-(-R // BLOCK), K // BLOCK), f32)]
+    tuning = linear_tuning(T, R, K)
+    parts = 4 * tuning.splits * T * R if tuning.splits > 1 else 0  # of sums, which are read again from the L2 cache
     return Case(
         kernel="block_fp8_matmul",
         implementation="hopper",
         shape=f"{name}: T={T} R={R} K={K}",
         function=linear,
         arguments=tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes),
-        bytes=R * K + T * (K + 2 * R),
+        bytes=R * K + T * (K + 2 * R) + parts,
         flops=2 * T * R * K,
         arithmetic="float8_e4m3fn",
-        stages=linear_tuning(T, R, K).stages,
+        stages=tuning.stages,
     )

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from glmjax.errors import ConfigError
 from glmjax.kernels import few_rows
+from glmjax.kernels.check import FLOAT32, FLOATS, INT32, check_arrays, check_place, check_scale
+from glmjax.kernels.check import FP8 as FP8_TYPES
 from glmjax.kernels.choose import Implementation, choose, target_device
 from glmjax.kernels.index_limits import FP8, KEY_BLOCK, key_obstacle
 
@@ -36,7 +39,22 @@ def index_scores(
 
     Returns:
       [R, Q, C] float32.
+
+    Raises:
+      ConfigError: arrays do not fit one another.
     """
+    check_arrays(
+        "index_scores",
+        {
+            "query": (query, "R Q H d", FLOATS),
+            "head_weights": (head_weights, "R Q H", FLOAT32),
+            "keys": (keys, "R C d", (*FLOATS, "float8_e4m3fn")),
+            "key_scale": (key_scale, "R C", FLOAT32),
+            "query_position": (query_position, "R Q", INT32),
+            "positions": (positions, "C", INT32),
+        },
+        optional=("key_scale",),
+    )
     keys = keys.astype(query.dtype)
     scores = _all_heads(query, head_weights, keys) if query.shape[1] == 1 else _by_head(query, head_weights, keys)
     if key_scale is not None:
@@ -101,8 +119,12 @@ def paged_index_scores(
       [R, Q, n * block_size] float32, -inf where a query does not see the key.
 
     Raises:
-      ConfigError: the implementation is unknown, or asked for and not for these arguments.
+      ConfigError: arrays do not fit one another, bytes have no scale, or the implementation is unknown, or asked for
+        and not for these arguments.
     """
+    check_pool("index_scores", query, head_weights, index_key, index_scale, indexer, tables, visible, block_size)
+    if not (visible.size and tables.size):
+        return jnp.full((*visible.shape, tables.shape[1] * block_size), -jnp.inf)
     blocks, keys, scale = flat_pool(index_key, index_scale, indexer, tables, block_size)
     obstacle = key_obstacle(query, keys, scale, block_size)
     if choose("index_scores", implementation, kernel="hopper", obstacle=obstacle) == "hopper":
@@ -131,6 +153,42 @@ def contiguous_tables(requests: int, keys: int, block_size: int = KEY_BLOCK) -> 
     """[requests, keys // block_size] int32 blocks of requests with so many keys each, one request after the other."""
     blocks = keys // block_size
     return jnp.arange(requests * blocks, dtype=jnp.int32).reshape(requests, blocks)
+
+
+def check_pool(
+    operation: str,
+    query: jax.Array,
+    head_weights: jax.Array,
+    index_key: jax.Array,
+    index_scale: jax.Array | None,
+    indexer: jax.Array | int,
+    tables: jax.Array,
+    visible: jax.Array,
+    block_size: int,
+) -> None:
+    """Whether the arguments of ``paged_index_scores`` fit one another.
+
+    Raises:
+      ConfigError: they do not, or there are bytes without a scale.
+    """
+    check_arrays(
+        operation,
+        {
+            "query": (query, "R Q H d", (*FLOATS, "float8_e4m3fn")),
+            "head_weights": (head_weights, "R Q H", FLOAT32),
+            "index_key": (index_key, "N S d", FLOATS + FP8_TYPES),
+            "index_scale": (index_scale, "N S", FLOAT32),
+            "tables": (tables, "R n", INT32),
+            "visible": (visible, "R Q", INT32),
+        },
+        optional=("index_scale",),
+    )
+    if index_scale is None:  # float8_e4m3fn may be meant as numbers, bytes may not
+        check_scale(operation, "index_key", index_key, "index_scale", index_scale, ("uint8",))
+    N, S, _ = index_key.shape
+    check_place(operation, "indexer", indexer, N)
+    if block_size < 1 or S % block_size:
+        raise ConfigError(f"{operation}: index_key of {S} slots with block_size={block_size}, give whole blocks")
 
 
 def flat_pool(

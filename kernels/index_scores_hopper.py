@@ -253,7 +253,7 @@ def _make_kernel(R: int, tiles: int, H: int, steps: int, parts: int, config: Con
 
 
 def cases() -> tuple[Case, ...]:
-    """Shapes in use of GLM-5.3: decode with and without three draft tokens, and chunks of a prefill."""
+    """At GLM-5.3's sizes, for who scores without selecting: decode with and without drafts, and prefill chunks."""
     return (
         _case("decode", 8, 1, 131072),
         _case("decode", 8, 1, 1048576),

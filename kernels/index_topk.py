@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from glmjax.kernels import few_rows
+from glmjax.kernels.check import check_count
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.index_limits import FP8, KEY_BLOCK, k_obstacle, key_obstacle
-from glmjax.kernels.index_scores import flat_pool, index_scores, read_blocks
+from glmjax.kernels.index_scores import check_pool, flat_pool, index_scores, read_blocks
 from glmjax.kernels.topk import best_of, in_order, merge_top_k
 
 CONTEXT_CHUNK = 2048  # keys of a chunk at most
@@ -82,8 +83,13 @@ def index_top_k(
       -1) last.
 
     Raises:
-      ConfigError: the implementation is unknown, or asked for and not for these arguments.
+      ConfigError: arrays do not fit one another, bytes have no scale, or the implementation is unknown, or asked for
+        and not for these arguments.
     """
+    check_pool("index_top_k", query, head_weights, index_key, index_scale, indexer, tables, visible, block_size)
+    check_count("index_top_k", "k", k)
+    if not (visible.size and tables.size):
+        return jnp.full((*visible.shape, k), -jnp.inf), jnp.full((*visible.shape, k), -1, jnp.int32)
     blocks, keys, scale = flat_pool(index_key, index_scale, indexer, tables, block_size)
     if has_kernel(query, keys, scale, k, block_size, implementation):
         from glmjax.kernels.index_topk_triton import index_top_k_triton

@@ -25,13 +25,14 @@ import triton.language as tl
 
 from glmjax.errors import ConfigError
 from glmjax.kernels.candidates_triton import (
+    APART_BYTES,
     LOWEST,
     Parts,
-    floor_of,
+    append_columns,
+    floors_of,
     make_room,
     next_power_of_two,
     nothing_published,
-    pack,
     part_size_of,
     publish,
 )
@@ -48,6 +49,7 @@ def index_top_k_of_parts(
     lists_ptr, counts_ptr,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     K: tl.constexpr, PARTS_PADDED: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
+    REFRESH: tl.constexpr,
 ):  # fmt: skip
     """Fills the lists of one part of the context of one tile of queries. Grid (tiles of all requests, parts)."""
     part = tl.program_id(1)
@@ -74,11 +76,8 @@ def index_top_k_of_parts(
             count, least = tl.sum(tl.where(q == j, counts, 0), 0), tl.sum(tl.where(q == j, leasts, 0.0), 0)
             list_ptr = lists_ptr + j * parts * CAPACITY
             count, least = make_room(list_ptr, count, least, (CAPACITY - K) // 4, K, CAPACITY, STEP)
-            if PARTS_PADDED > 1:
-                seen = tl.load(visible_ptr + row + j)
-                least = tl.maximum(least, floor_of(published_ptr + j * parts, seen, parts, part_size, PARTS_PADDED))
             counts, leasts = tl.where(q == j, count, counts), tl.where(q == j, least, leasts)
-        # So far there is room whatever the scores are: the loop below has no branch, and its loads run ahead.
+        # So far there is room whatever the scores are: the loop below does not ask, and its loads run ahead.
         stop = tl.minimum(end, at + (CAPACITY - tl.max(counts, 0)) // BLOCK * BLOCK)
         if PARTS_PADDED > 1:
             stop = tl.minimum(stop, due)
@@ -88,14 +87,14 @@ def index_top_k_of_parts(
             keys = tl.load(pool_ptr + slot * DIM + (i * DIM)[:, None] + d)
             scale = tl.load(scale_ptr + slot + i)
             block = tl.load(tables_ptr + (start + BLOCK) // BLOCK, mask=start + BLOCK < end, other=0)
+            if (PARTS_PADDED > 1) & (start % REFRESH == 0):
+                floors = floors_of(published_ptr + q * parts, visible, parts, part_size, PARTS_PADDED)
+                leasts = tl.maximum(leasts, floors)
             products = tl.maximum(tl.dot(keys, query.T), 0.0, propagate_nan=tl.PropagateNan.ALL) * weights
             scores = tl.sum(tl.reshape(products, (BLOCK, QUERIES, HEADS)), 2) * scale[:, None]
             positions = tl.broadcast_to((start + i)[:, None], (BLOCK, QUERIES))
             enters = (scores >= leasts) & (positions < visible)
-            entering = tl.sum(enters.to(shift.dtype) << shift, 1)
-            rank = (tl.cumsum(entering, 0)[:, None] >> shift).to(tl.int32) & 255
-            tl.store(lists_ptr + (q * parts * CAPACITY + counts + rank - 1), pack(scores, positions), mask=enters)
-            counts += (tl.sum(entering, 0) >> shift).to(tl.int32) & 255
+            counts = append_columns(lists_ptr + q * parts * CAPACITY, counts, scores, positions, enters, shift)
         at = stop
         if (PARTS_PADDED > 1) & ((at == due) | (at == end)):
             for j in range(QUERIES):
@@ -117,21 +116,24 @@ class Config:
       capacity: of a query's list; the larger, the rarer it is shortened.
       stages: key blocks in flight, and the one in use.
       early: keys after which a part first publishes.
+      refresh: keys after which a part looks again at what the others have published.
     """
 
     queries: int
     capacity: int = 4096
     stages: int = 5
-    early: int = 512
+    early: int = 256
+    refresh: int = 128
 
     def check(self, heads: int, k: int) -> None:
         powers = all(n > 0 and n & (n - 1) == 0 for n in (self.queries, self.capacity, heads))
         fits = 16 <= self.queries * heads <= 256 and (self.capacity - k) // 4 >= KEY_BLOCK and self.queries <= 8
-        if not powers or not fits or self.early % KEY_BLOCK or not self.early <= self.capacity or self.stages < 2:
+        steps = all(n > 0 and n % KEY_BLOCK == 0 for n in (self.early, self.refresh))
+        if not powers or not fits or not steps or not self.early <= self.capacity or self.stages < 2:
             raise ConfigError(
                 f"{self} for {heads} heads and k={k}: queries, capacity and heads must be powers of two, queries <= 8, "
-                f"16 <= queries * heads <= 256, capacity >= k + {4 * KEY_BLOCK}, early a multiple of {KEY_BLOCK} up to "
-                "capacity, stages >= 2"
+                f"16 <= queries * heads <= 256, capacity >= k + {4 * KEY_BLOCK}, early and refresh multiples of "
+                f"{KEY_BLOCK}, early <= capacity, stages >= 2"
             )
 
 
@@ -197,7 +199,7 @@ def index_top_k_triton(
         num_warps=4,
         num_flops=2 * R * Q * H * dim * blocks * KEY_BLOCK,
         num_bytes=R * tiles * blocks * KEY_BLOCK * (dim + 4),
-        QUERIES=tile, HEADS=H, DIM=dim, STAGES=config.stages,
+        QUERIES=tile, HEADS=H, DIM=dim, STAGES=config.stages, REFRESH=config.refresh,
         **parts.constants,
     )  # fmt: skip
     best = merge_lists(parts, published, lists, counts)
@@ -206,20 +208,33 @@ def index_top_k_triton(
 
 
 def parts_of(groups: int, blocks: int, k: int, config: Config) -> Parts:
-    size = blocks * KEY_BLOCK
-    return Parts.cut(groups * config.queries, size, groups=groups, block=KEY_BLOCK, k=k, capacity=config.capacity)
+    """No shorter than three times what all of them keep before they hear of each other, if that leaves none idle."""
+    return Parts.cut(
+        groups * config.queries,
+        blocks * KEY_BLOCK,
+        groups=groups,
+        block=KEY_BLOCK,
+        k=k,
+        capacity=config.capacity,
+        shortest=3 * config.early,
+    )
 
 
 def cases() -> tuple[Case, ...]:
-    """Shapes in use of GLM-5.3: decode with and without three draft tokens, and chunks of a prefill."""
+    """GLM-5.3's steps: decode of 1 and of 8 requests, with and without three draft tokens, and a chunk of a prompt.
+
+    Under PCP a GPU has 256 queries of the chunk; where the keys of eight DCP ranks are gathered, each rank's are a row.
+    Contexts may have any length.
+    """
     return (
         _case("decode", 8, 1, 32768),
         _case("decode", 8, 1, 131072),
         _case("decode", 8, 1, 1048576),
         _case("decode", 8, 4, 131072),
-        _case("decode", 32, 1, 32768),
-        _case("prefill", 1, 512, 131072),
+        _case("decode", 1, 4, 131072),
         _case("prefill", 1, 2048, 131072),
+        _case("prefill pcp", 1, 256, 131072),
+        _case("prefill kv_gather", 8, 256, 131072 // 8),
     )
 
 
@@ -229,6 +244,7 @@ def _case(name: str, R: int, Q: int, context: int, k: int = MAX_K, heads: int = 
     parts = parts_of(groups, blocks, k, config)
     keys = groups * (context * (HEAD_DIM + 4) + 4 * blocks)  # once for each tile of queries
     queries = R * Q * heads * (HEAD_DIM + 4) * parts.parts
+    apart = APART_BYTES // (HEAD_DIM + 4)
     return Case(
         kernel="index_top_k",
         implementation="triton",
@@ -242,7 +258,7 @@ def _case(name: str, R: int, Q: int, context: int, k: int = MAX_K, heads: int = 
             jax.ShapeDtypeStruct((R, blocks), jnp.int32),
             jax.ShapeDtypeStruct((R, Q), jnp.int32),
         ),
-        bytes=keys + queries + parts.bytes(context, config.early),
+        bytes=keys + queries + parts.bytes(context, early=config.early, refresh=config.refresh, apart=apart),
         flops=2 * R * Q * heads * HEAD_DIM * context,
         arithmetic="float8_e4m3fn",
         stages=config.stages,

@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from glmjax.errors import ConfigError
+from glmjax.kernels.check import FLOAT32, FLOATS, INT32, check_arrays, check_place, check_scale
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.kv_rows import INDEX_FIELDS, LATENT_TILE, MLA_FIELDS, Arrays, quantize_index_key, quantize_latent
 
 SCALES = {"latent": (quantize_latent, "latent_scale"), "index_key": (quantize_index_key, "index_scale")}
+# L layers of S slots, N indexers of M; a scale is for LATENT_TILE of the latent.
+SIZES = {"latent": "L S kv_lora", "latent_scale": f"L S kv_lora/{LATENT_TILE}", "rope": "L S rope"}
+SIZES |= {"index_key": "N M index_dim", "index_scale": "N M"}
 
 
 def kv_insert(
@@ -21,6 +25,7 @@ def kv_insert(
     *,
     layer: jax.Array | int | None = None,
     indexer: jax.Array | int | None = None,
+    index_slots: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> dict[str, jax.Array]:
     """Writes rows at slots of one layer, of one indexer, or of both at once.
@@ -32,31 +37,33 @@ def kv_insert(
         those of the indexer if ``indexer`` is.
       rows: the same fields without the first two axes: [T, ...]. Latents (normed) and index keys in a floating type are
         rounded to bf16 and quantised where the pool is; as uint8 they are stored as they are, and bring their scales.
-      slots: [T] int32, all different; -1 is dropped. The jnp form writes those to the last slot.
+      slots: [T] int32, all different; -1 is dropped.
       layer, indexer: places along the pools' first axes.
+      index_slots: [T] int32 for the index keys, where these are not at ``slots`` of their own pools.
       implementation: "jnp", "triton", or "auto" for what suits the device.
 
     Returns:
       the pools that were written, by field. Under ``jax.jit`` with the pools donated nothing is copied.
 
     Raises:
-      ConfigError: fields are missing, or the implementation is unknown or cannot take the arguments.
+      ConfigError: fields are missing or do not fit one another, or the implementation is unknown or cannot take them.
     """
     fields = (MLA_FIELDS if layer is not None else ()) + (INDEX_FIELDS if indexer is not None else ())
-    _check(fields, pools, rows)
+    _check(fields, pools, rows, slots, layer, indexer, index_slots)
     pools = {name: pools[name] for name in fields if name in pools}
-    chosen = choose("kv_insert", implementation, kernel="triton", obstacle=_obstacle(pools))
+    chosen = choose("kv_insert", implementation, kernel="triton", obstacle=pool_obstacle(pools))
     if slots.shape[0] == 0:
         return pools
     if chosen == "triton":
         from glmjax.kernels import kv_insert_triton
 
-        return kv_insert_triton.kv_insert(pools, rows, slots, layer, indexer)
-    written = {}
-    for name, new in as_stored(pools, rows).items():
-        place = layer if name in MLA_FIELDS else indexer
-        assert place is not None
-        written[name] = write_rows(pools[name], place, slots, new)
+        return kv_insert_triton.kv_insert(pools, rows, slots, layer, indexer, index_slots)
+    stored, written = as_stored(pools, rows), dict[str, jax.Array]()
+    index_slots = slots if index_slots is None else index_slots
+    for names, place, at in ((MLA_FIELDS, layer, slots), (INDEX_FIELDS, indexer, index_slots)):
+        if place is not None:
+            held = {name: pools[name] for name in names if name in pools}
+            written |= put_rows(held, place, at, stored)
     return written
 
 
@@ -74,41 +81,76 @@ def as_stored(pools: Arrays, rows: Arrays) -> dict[str, jax.Array]:
     return stored
 
 
-def write_rows(pool: jax.Array, place: jax.Array | int, slots: jax.Array, rows: jax.Array) -> jax.Array:
-    """pool[place, slots] = rows, in place; slots of -1 go to the last slot."""
-    size = pool.shape[1]
-    slots = jnp.where(slots >= 0, slots, size - 1)
+def put_rows(pools: Arrays, place: jax.Array | int, slots: jax.Array, rows: Arrays) -> dict[str, jax.Array]:
+    """pools[name][place, slots] = rows[name] of each but for slots of -1, in place on a CPU.
 
-    def put(i: jax.Array | int, pool: jax.Array) -> jax.Array:
-        row = jax.lax.dynamic_slice_in_dim(rows, i, 1)[None]
-        start = [jnp.asarray(place), slots[i], *[jnp.int32(0)] * (pool.ndim - 2)]
-        return jax.lax.dynamic_update_slice(pool, row, start)
+    The turn of a row that is dropped writes one again that is not. A turn that left a slot as it is would have to read
+    it, and XLA then writes the whole pool anew; to look up which rows are kept takes longer.
 
-    return jax.lax.fori_loop(0, rows.shape[0], put, pool) if rows.shape[0] > 1 else put(0, pool)
+    Args:
+      pools: [L, S, ...] of as many slots; in another shape they would be copied.
+      place: along their first axis.
+      slots: [T] int32, all different.
+      rows: [T, ...] as the pools store them.
+    """
+    kept = slots >= 0
+    turns, first = jnp.where(jnp.any(kept), slots.shape[0], 0), jnp.argmax(kept).astype(jnp.int32)
+
+    def put(turn: jax.Array, pools: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        i = jnp.where(kept[turn], turn, first)
+        written = {}
+        for name, pool in pools.items():
+            row = jax.lax.dynamic_slice_in_dim(rows[name], i, 1)[None]
+            start = [jnp.asarray(place, jnp.int32), slots[i], *[jnp.int32(0)] * (pool.ndim - 2)]
+            written[name] = jax.lax.dynamic_update_slice(pool, row, start)
+        return written
+
+    return jax.lax.fori_loop(0, turns, put, dict(pools)) if slots.shape[0] else dict(pools)
 
 
-def _check(fields: tuple[str, ...], pools: Arrays, rows: Arrays) -> None:
+def _check(
+    fields: tuple[str, ...],
+    pools: Arrays,
+    rows: Arrays,
+    slots: jax.Array,
+    layer: jax.Array | int | None,
+    indexer: jax.Array | int | None,
+    index_slots: jax.Array | None,
+) -> None:
     if not fields:
         raise ConfigError("kv_insert: give a layer, an indexer, or both")
-    for values, scale in (("latent", "latent_scale"), ("index_key", "index_scale")):
-        if values in fields:
-            stored = values in rows and rows[values].dtype == jnp.uint8
-            quantized = values in pools and pools[values].dtype == jnp.uint8
-            if quantized and scale not in pools:
-                raise ConfigError(f"kv_insert: pools need {scale!r} beside {values!r} of uint8")
-            if stored != (scale in rows) or stored > quantized:
-                raise ConfigError(
-                    f"kv_insert: rows {values!r} of uint8 go into a pool of uint8 and bring {scale!r}, others none"
-                )
+    if indexer is None and index_slots is not None:
+        raise ConfigError("kv_insert: index_slots without an indexer, give both")
     needed = [name for name in fields if not name.endswith("_scale")]
     for kind, arrays in (("pools", pools), ("rows", rows)):
         if missing := [name for name in needed if name not in arrays]:
             raise ConfigError(f"kv_insert: {kind} lack {', '.join(missing)}")
     if homeless := [name for name in rows if name not in fields]:
         raise ConfigError(f"kv_insert: rows {', '.join(homeless)} have no place: give layer or indexer")
+    arguments = {}
+    for name in fields:
+        dtypes = FLOAT32 if name.endswith("_scale") else FLOATS if name == "rope" else (*FLOATS, "uint8")
+        arguments[f"pool {name!r}"] = (pools.get(name), SIZES[name], dtypes)
+    arguments |= {"slots": (slots, "T", INT32), "index_slots": (index_slots, "T", INT32)}
+    for name in fields:
+        sizes = " ".join(["T", *SIZES[name].split()[2:]])
+        arguments[f"rows {name!r}"] = (rows.get(name), sizes, arguments[f"pool {name!r}"][2])
+    scales = [name for name in arguments if "_scale" in name]  # whether these are needed comes next
+    check_arrays("kv_insert", arguments, optional=["index_slots", *scales])
+    for name, (_, scale) in SCALES.items():
+        if name in fields:
+            for kind, arrays in (("pool", pools), ("rows", rows)):
+                check_scale("kv_insert", f"{kind} {name!r}", arrays[name], repr(scale), arrays.get(scale), ("uint8",))
+            if rows[name].dtype == jnp.uint8 and pools[name].dtype != jnp.uint8:
+                raise ConfigError(
+                    f"kv_insert: rows {name!r} of uint8 go into a pool of uint8, it is {pools[name].dtype}"
+                )
+    for kind, place, name in (("layer", layer, "latent"), ("indexer", indexer, "index_key")):
+        if place is not None:
+            check_place("kv_insert", kind, place, pools[name].shape[0])
 
 
-def _obstacle(pools: Arrays) -> str | None:
+def pool_obstacle(pools: Arrays) -> str | None:
     """Why the Triton kernel cannot take the arguments."""
     for name, pool in pools.items():
         width = pool.shape[2] if pool.ndim == 3 else 1

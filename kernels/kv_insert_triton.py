@@ -72,11 +72,13 @@ def kv_insert(
     slots: jax.Array,
     layer: jax.Array | int | None,
     indexer: jax.Array | int | None,
+    index_slots: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """``glmjax.kernels.kv_insert.kv_insert`` on a GPU; -1 slots are not written at all."""
     names = MLA_FIELDS + INDEX_FIELDS
     places = (None if place is None else jnp.asarray(place, jnp.int32) for place in (layer, indexer))
-    operands = (slots, *places, *(rows.get(name) for name in names), *(pools.get(name) for name in names))
+    index_slots = slots if index_slots is None else index_slots
+    operands = (slots, index_slots, *places, *(rows.get(name) for name in names), *(pools.get(name) for name in names))
     first = len(operands) - len(names)
     in_place = {first + names.index(name): i for i, name in enumerate(pools)}
     num_tokens = slots.shape[0]
@@ -86,7 +88,7 @@ def kv_insert(
     written = triton_call(
         *operands,
         num_tokens,
-        next(iter(pools.values())).shape[1],
+        *(pools[name].shape[1] if name in pools else 0 for name in ("latent", "index_key")),
         kernel=insert_kernel,
         results=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools.values()],
         grid=(triton.cdiv(num_tokens, tuning.tokens), parts, tuning.pieces),
@@ -107,6 +109,7 @@ def kv_insert(
 @triton.jit
 def insert_kernel(
     slots,  # [T]
+    index_slots,
     layer,  # []
     indexer,
     latent,  # rows, [T, width]
@@ -120,7 +123,8 @@ def insert_kernel(
     index_key_pool,
     index_scale_pool,
     num_tokens,
-    num_slots,
+    num_slots,  # of the layer's pools
+    num_index_slots,
     TOKENS: tl.constexpr,
     STEPS: tl.constexpr,
     PIECES: tl.constexpr,
@@ -144,10 +148,10 @@ def insert_kernel(
                 TOKENS, STEPS, PIECES, 1, ROPE, True,
             )  # fmt: skip
     if INDEX > 0:
-        first_row = tl.load(indexer).to(tl.int64) * num_slots
+        first_row = tl.load(indexer).to(tl.int64) * num_index_slots
         if part == tl.num_programs(1) - 1:
             _write(
-                slots, num_tokens, first_row, 0, index_key, index_scale, index_key_pool, index_scale_pool,
+                index_slots, num_tokens, first_row, 0, index_key, index_scale, index_key_pool, index_scale_pool,
                 TOKENS, STEPS, PIECES, 1, INDEX, False,
             )  # fmt: skip
 
@@ -219,52 +223,64 @@ def _quantize(values, LATENT: tl.constexpr):
 
 
 def num_bytes(rows: Shapes, pools: Shapes, num_tokens: int) -> int:
-    """Bytes moved: slots and rows read, rows of the pools written."""
+    """Bytes moved: slots and rows read, those of index keys too, rows of the pools written."""
     read = sum(x.size * x.dtype.itemsize for x in rows.values())
     written = sum(math.prod(x.shape[2:]) * x.dtype.itemsize for x in pools.values())
-    return read + num_tokens * (written + 4)
+    return read + num_tokens * (written + 4 * (("latent" in pools) + ("index_key" in pools)))
 
 
 def cases() -> tuple[Case, ...]:
-    """GLM-5.3's rows: of a layer, with an indexer or without; one decode step of 8 requests with drafts, a prefill."""
+    """GLM-5.3's rows, of a layer with its indexer or without: a step of 8 requests, one with drafts, a prefill chunk.
+
+    Rows of a prompt that is spread over devices (PCP) were quantised before they travelled.
+    """
     found = []
-    for tokens in (8, 32, 8192):
-        for dtype in ("fp8", "bf16"):
-            found.append(_case(f"T={tokens} latent, rope, index key {dtype}", tokens, dtype))
+    for indexer in (True, False):
+        found += [_case(tokens, dtype, indexer) for tokens in (8, 32, 2048) for dtype in ("fp8", "bf16")]
+        found.append(_case(2048, "fp8", indexer, stored=True))
     return tuple(found)
 
 
-def _case(shape: str, tokens: int, dtype: str, slots: int = 1 << 18) -> Case:
-    def array(*dims: int, dtype: DTypeLike = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+def _case(tokens: int, dtype: str, indexer: bool, *, stored: bool = False) -> Case:
+    """Rows of a layer, and the keys of its indexer, which have slots of their own; ``stored``: quantised before."""
+    slots, layers, indexers = 1 << 18, 79, 22
+    widths = {"latent": (512,), "rope": (64,), "index_key": (128,), "latent_scale": (4,), "index_scale": ()}
+
+    def array(*dims: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    rows = {"latent": array(tokens, 512), "rope": array(tokens, 64), "index_key": array(tokens, 128)}
-    value = jnp.uint8 if dtype == "fp8" else jnp.bfloat16
-    pools = {"latent": array(79, slots, 512, dtype=value), "rope": array(79, slots, 64)}
-    pools["index_key"] = array(22, slots, 128, dtype=value)
-    if dtype == "fp8":
-        pools["latent_scale"] = array(79, slots, 4, dtype=jnp.float32)
-        pools["index_scale"] = array(22, slots, dtype=jnp.float32)
-    names = [name for name in MLA_FIELDS + INDEX_FIELDS if name in pools]
+    def held(name: str) -> DTypeLike:
+        return (
+            jnp.float32 if name.endswith("_scale") else jnp.uint8 if dtype == "fp8" and name != "rope" else jnp.bfloat16
+        )
+
+    names = [name for name in MLA_FIELDS + (INDEX_FIELDS if indexer else ()) if dtype == "fp8" or "_scale" not in name]
+    pools = {n: array(layers if n in MLA_FIELDS else indexers, slots, *widths[n], dtype=held(n)) for n in names}
+    rows = {
+        name: array(tokens, *widths[name], dtype=held(name) if stored else jnp.bfloat16)
+        for name in names
+        if stored or "_scale" not in name
+    }
 
     def insert(*arrays: jax.Array) -> list[jax.Array]:
-        held = dict(zip(names, arrays, strict=False))
-        *new, at, layer, indexer = arrays[len(names) :]
-        written = kv_insert(held, dict(zip(rows, new, strict=True)), at, layer, indexer)
-        return [written[name] for name in names]
+        at, layer, *keys = arrays[len(pools) + len(rows) :]
+        new = dict(zip(rows, arrays[len(pools) :], strict=False))
+        index_slots, place = keys or (None, None)
+        written = kv_insert(dict(zip(pools, arrays, strict=False)), new, at, layer, place, index_slots)
+        return [written[name] for name in pools]
 
-    arguments = [pools[name] for name in names] + list(rows.values())
-    arguments += [array(tokens, dtype=jnp.int32), array(dtype=jnp.int32), array(dtype=jnp.int32)]
+    places = [array(tokens), array()] * (1 + indexer)
+    first = len(pools) + len(rows)
     return Case(
         kernel="kv_insert",
         implementation="triton",
-        shape=shape,
+        shape=f"T={tokens} latent, rope{', index key' * indexer} {dtype}{' as stored' * stored}",
         function=insert,
-        arguments=tuple(arguments),
+        arguments=(*pools.values(), *rows.values(), *places),
         bytes=num_bytes(rows, pools, tokens),
         flops=0,
         arithmetic="float32",
-        stages=Tuning.for_tokens(tokens, parts=6).steps,
-        donate=tuple(range(len(names))),
-        limits={len(arguments) - 3: slots, len(arguments) - 2: 79, len(arguments) - 1: 22},
+        stages=Tuning.for_tokens(tokens, parts=5 + indexer).steps,
+        donate=tuple(range(len(pools))),
+        limits=dict(zip(range(first, first + len(places)), (slots, layers, slots, indexers), strict=False)),
     )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glmjax.errors import ConfigError
+from glmjax.kernels.check import INT32, check_arrays
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.row_format import MAX_FIELDS, WORD, HostRows, row_bytes
 
@@ -46,10 +47,11 @@ def row_fetch(
     """
     into = _as_tuple(targets)
     of = sources if isinstance(sources, HostRows) else _as_tuple(sources)
+    _check_arrays(into, () if isinstance(of, HostRows) else of, target_rows, source_rows)
     target_bytes = [row_bytes(x) for x in into]
     source_bytes = [of.row_bytes] if isinstance(of, HostRows) else [row_bytes(x) for x in of]
-    _check(target_bytes, source_bytes, target_rows, source_rows)
-    chosen = choose("row_fetch", implementation, kernel="triton", obstacle=_obstacle(target_bytes, source_bytes))
+    _check_bytes(target_bytes, source_bytes)
+    chosen = choose("row_fetch", implementation, kernel="triton", obstacle=field_obstacle(target_bytes, source_bytes))
     if target_rows.shape[0] == 0:
         return targets
     if chosen == "triton":
@@ -111,7 +113,15 @@ def _from_bytes(packed: jax.Array, like: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(parts, like.dtype)
 
 
-def _check(targets: list[int], sources: list[int], target_rows: jax.Array, source_rows: jax.Array) -> None:
+def _check_arrays(
+    targets: Sequence[jax.Array], sources: Sequence[jax.Array], target_rows: jax.Array, source_rows: jax.Array
+) -> None:
+    check_arrays("row_fetch", {"target_rows": (target_rows, "N", INT32), "source_rows": (source_rows, "N", INT32)})
+    for side, fields in (("targets", targets), ("sources", sources)):
+        check_arrays("row_fetch", {f"{side}[{i}]": (x, f"rows width_{i}", ()) for i, x in enumerate(fields)})
+
+
+def _check_bytes(targets: Sequence[int], sources: Sequence[int]) -> None:
     if sum(targets) != sum(sources):
         raise ConfigError(f"row_fetch: target rows of {sum(targets)} bytes, source rows of {sum(sources)}")
     if min(len(targets), len(sources)) != 1 or max(len(targets), len(sources)) > MAX_FIELDS:
@@ -119,11 +129,9 @@ def _check(targets: list[int], sources: list[int], target_rows: jax.Array, sourc
             f"row_fetch: {len(targets)} target and {len(sources)} source arrays; one side must be packed, and the "
             f"other in at most {MAX_FIELDS} fields"
         )
-    if target_rows.shape != source_rows.shape or target_rows.ndim != 1:
-        raise ConfigError(f"row_fetch: lists of rows of shapes {target_rows.shape} and {source_rows.shape}")
 
 
-def _obstacle(targets: list[int], sources: list[int]) -> str | None:
+def field_obstacle(targets: list[int], sources: list[int]) -> str | None:
     """Why the Triton kernel cannot take the arguments."""
     if odd := [size for size in (*targets, *sources) if size % WORD]:
         return f"a field of {odd[0]} bytes is no multiple of {WORD}"

@@ -151,50 +151,55 @@ class _Format:
 
 FP8 = _Format("fp8", ((512, jnp.uint8), (4, jnp.float32), (64, jnp.bfloat16)))
 BF16 = _Format("bf16", ((512, jnp.bfloat16), (64, jnp.bfloat16)))
+LAYERS, SELECTED = 79, 2048  # with the MTP layer; rows that a token attends to
+TOKENS, FOLLOWERS = 4, 3  # of a request that is verified, of the leader of an index group
 
 
 def cases() -> tuple[Case, ...]:
-    """HiSparse's copies of a layer's rows: host to device, packed pool to packed pool, and device to packed."""
-    ways = [(form, way, 2048) for form in (FP8, BF16) for way in ("host", "packed", "pack")]
-    return tuple(_case(*how) for how in [*ways, (FP8, "host", 16384)])
+    """The rows of GLM-5.3 that are copied.
+
+    HiSparse, in a decode step of one and of eight requests, of which the model verifies four tokens each and the MTP
+    layer drafts from one: as many rows as can be missing come from the host, for one layer or for three that follow the
+    leader of their index group, and go into the fields of each layer's pool. Connectors put the rows of all layers of
+    some tokens from one packed array into another, which no step does.
+    """
+    found = []
+    for form, requests in ((FP8, 1), (FP8, 8), (BF16, 8)):
+        drafting, verifying = requests * SELECTED, requests * TOKENS * SELECTED
+        found += [_case(form, "host to packed", rows) for rows in (drafting, verifying, FOLLOWERS * verifying)]
+        found += [_case(form, "packed to fields", rows) for rows in (drafting, verifying)]
+    return (*found, _case(FP8, "packed to packed", LAYERS * 1024))
 
 
 def _case(form: _Format, way: str, rows: int, slots: int = 1 << 18) -> Case:
-    layers, size = 79, form.size
-    packed = jax.ShapeDtypeStruct((4 * slots, size), jnp.uint8)
-    fields = tuple(jax.ShapeDtypeStruct((layers, slots, width), dtype) for width, dtype in form.fields)
+    size, from_host = form.size, way == "host to packed"
+    packed, stage = (jax.ShapeDtypeStruct((n, size), jnp.uint8) for n in (rows, 4 * slots))
+    fields = tuple(jax.ShapeDtypeStruct((LAYERS, slots, width), dtype) for width, dtype in form.fields)
     lists = (jax.ShapeDtypeStruct((rows,), jnp.int32),) * 2
 
-    def flat(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(x.reshape(-1, x.shape[-1]) for x in arrays)
+    def fetch(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        *targets, source, to, of = arrays
+        flat = tuple(x.reshape(-1, x.shape[-1]) for x in targets)
+        written = row_fetch(flat, HostRows(source, size) if from_host else (source,), to, of)
+        return tuple(new.reshape(old.shape) for new, old in zip(written, targets, strict=True))
 
-    def from_host(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        *pools, address, to, of = arrays
-        written = row_fetch(flat(tuple(pools)), HostRows(address, size), to, of)
-        return tuple(new.reshape(pool.shape) for new, pool in zip(written, pools, strict=True))
-
-    def to_packed(target: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        *sources, to, of = arrays
-        return row_fetch((target,), flat(tuple(sources)), to, of)
-
-    arguments = {
-        "host": (*fields, jax.ShapeDtypeStruct((2,), jnp.uint32), *lists),
-        "packed": (packed, packed, *lists),
-        "pack": (packed, *fields, *lists),
+    targets, source, limits = {
+        "host to packed": ((packed,), jax.ShapeDtypeStruct((2,), jnp.uint32), (rows, slots)),
+        "packed to fields": (fields, packed, (slots, rows)),
+        "packed to packed": ((stage,), packed, (4 * slots, rows)),
     }[way]
-    words = {"host": "host to fields", "packed": "packed to packed", "pack": "fields to packed"}[way]
     return Case(
         kernel="row_fetch",
         implementation="triton",
-        shape=f"N={rows} rows of {size} B {words}",
-        function=from_host if way == "host" else to_packed,
-        arguments=arguments,
-        bytes=num_bytes(rows, size) - (rows * size if way == "host" else 0),
+        shape=f"N={rows} rows of {size} B {way}",
+        function=fetch,
+        arguments=(*targets, source, *lists),
+        bytes=num_bytes(rows, size) - (rows * size if from_host else 0),
         flops=0,
         arithmetic="float32",
         stages=HALVES,
-        host_bytes=rows * size if way == "host" else 0,
-        donate=tuple(range(len(fields))) if way == "host" else (0,),
-        limits={len(arguments) - 2: slots, len(arguments) - 1: slots},
-        host_pools={len(fields): slots * size} if way == "host" else {},
+        host_bytes=rows * size if from_host else 0,
+        donate=tuple(range(len(targets))),
+        limits={len(targets) + 1 + i: limit for i, limit in enumerate(limits)},
+        host_pools={1: slots * size} if from_host else {},
     )

@@ -12,9 +12,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from glmjax.kernels.check import FLOATS, INT32, check_arrays, check_place
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.kv_rows import FP8, LATENT_TILE
-from glmjax.kernels.sparse_mla_shapes import find_obstacle
+from glmjax.kernels.sparse_mla_shapes import attention_obstacle, check_arguments
 
 GatherRows = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -45,8 +46,21 @@ def sparse_mla(
     Returns:
       output [T, H, kv_lora] in the query's dtype, zero where no row is selected, and the log-sum-exp [T, H]
       float32 (base e), -inf there.
+
+    Raises:
+      ConfigError: arrays do not fit one another.
     """
+    check_arrays(
+        "sparse_mla",
+        {
+            "query_latent": (query_latent, f"T H {latent_dim}", FLOATS),
+            "query_rope": (query_rope, "T H rope", FLOATS),
+            "rows": (rows, "T K", INT32),
+        },
+    )
     T, K = rows.shape
+    if T * K == 0:
+        return jnp.zeros_like(query_latent), jnp.full(query_latent.shape[:2], -jnp.inf, jnp.float32)
     chunk = min(K, ROW_CHUNK)
     width = latent_dim + query_rope.shape[-1]
     tile = max(1, TILE_ELEMENTS // (chunk * width))
@@ -107,10 +121,14 @@ def sparse_mla_from_pool(
       float32 (base e), -inf there.
 
     Raises:
-      ConfigError: "hopper" is insisted on and the kernel is not for these shapes or types.
+      ConfigError: arrays do not fit one another, bytes have no scale, or "hopper" is insisted on and the kernel is not
+        for these shapes or types.
     """
     arrays = (query_latent, query_rope, latent, latent_scale, rope)
-    if choose("sparse_mla", implementation, kernel="hopper", obstacle=find_obstacle(*arrays, rows)) == "hopper":
+    chosen = choose("sparse_mla", implementation, kernel="hopper", obstacle=attention_obstacle(*arrays, rows))
+    check_arguments(*arrays, rows)
+    check_place("sparse_mla", "layer", layer, latent.shape[0])
+    if chosen == "hopper" and rows.size:
         from glmjax.kernels.sparse_mla_hopper import sparse_mla_hopper
 
         return sparse_mla_hopper(*arrays, layer, rows, scale=scale)

@@ -5,26 +5,24 @@ rows into parts, for the blocks of one cluster, which merge them by log-sum-exp 
 
 Why Mosaic GPU and not Triton, both of which compile without spills: beside the queries, Triton's pipeline has room for
 two stages of rows only if tiles are 32 rows. The products for the scores are then 16 columns to a warpgroup and read
-the queries from shared memory four times as often as here. Counted from the operands' bytes at 128 a cycle, that keeps
-it busy for 2,880 cycles with 64 rows instead of 1,152, of about 6,000 and 3,600 in all. With tiles of 64 rows there is
-one stage, and no load has any work beside it.
+the queries from shared memory four times as often as here. With tiles of 64 rows there is one stage, and no load has
+any work beside it.
 """
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from glmjax.errors import ConfigError
+from glmjax.kernels.clusters import MOST_BLOCKS, clusters_at_once
 from glmjax.kernels.kv_rows import LATENT_TILE
 from glmjax.kernels.report_case import Case
 from glmjax.kernels.roofline import MULTIPROCESSORS
 from glmjax.kernels.sparse_mla_kernel import Config, make_kernel
-from glmjax.kernels.sparse_mla_merge import MOST_BLOCKS
-from glmjax.kernels.sparse_mla_shapes import HEADS, LATENT, ROPE, TILE, find_obstacle
+from glmjax.kernels.sparse_mla_shapes import HEADS, LATENT, ROPE, TILE, attention_obstacle
 
 
 def sparse_mla_hopper(
@@ -62,7 +60,7 @@ def sparse_mla_hopper(
     Raises:
       ConfigError: shapes or types that the kernel is not for.
     """
-    if obstacle := find_obstacle(query_latent, query_rope, latent, latent_scale, rope, rows):
+    if obstacle := attention_obstacle(query_latent, query_rope, latent, latent_scale, rope, rows):
         raise ConfigError(f"sparse_mla on Hopper: {obstacle}")
     T, H, _ = query_latent.shape
     K = rows.shape[1]
@@ -89,16 +87,6 @@ def default_config(queries: int, heads: int, rows: int, quantized: bool) -> Conf
     return Config(min(range(1, most + 1), key=busiest), stages=3 if quantized else 2)
 
 
-def clusters_at_once(blocks: int) -> int:
-    """Clusters that run side by side: a block takes a whole multiprocessor, and a cluster stays within a group."""
-    return sum(group // blocks for group in GROUPS)
-
-
-# Multiprocessors of the eight groups (GPCs) that the 132 come in, at most 18 each. Chips differ: with a group below 16
-# (seen on an H100) one cluster of 16, 8 or 4 fewer runs side by side.
-GROUPS = (18, 18, 16, 16, 16, 16, 16, 16)
-
-
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """What a cut of a decode step into blocks comes to.
@@ -122,18 +110,17 @@ def count_cut(queries: int, heads: int, clusters: int, blocks: int) -> Cut:
     """Counts a cut of every query's 2,048 FP8 rows, for up to 64 heads.
 
     With more clusters than queries, a query's clusters merge through device memory: all but one leave their part there,
-    and the last to come reads them. That is the least there is to move.
+    and the last to come reads them.
 
     Args:
       queries, heads: of the step.
-      clusters: in all. They share the rows evenly, wherever a query ends.
+      clusters: in all, at least one for each query; some queries may have one more than others.
       blocks: of a cluster.
     """
-    parts = clusters + queries - math.gcd(clusters, queries)  # a cluster on the border of two queries has one of each
-    moved = 2 * (parts - queries) * heads * (2 * LATENT + 4)
+    moved = 2 * (clusters - queries) * heads * (2 * LATENT + 4)
     at_once = min(clusters, clusters_at_once(blocks))
     turns = -(-clusters // at_once)
-    tiles = turns * -(-queries * (ROWS // TILE) // (clusters * blocks))
+    tiles = turns * -(-(ROWS // TILE) // (clusters // queries * blocks))
     return Cut(clusters * blocks, at_once * blocks, turns, tiles, count_bytes(queries, heads, ROWS, True) + moved)
 
 
@@ -142,10 +129,15 @@ ROWS, LAYERS, SLOTS, SCALE = 2048, 79, 4376 * 64, 256**-0.5
 
 
 def cases() -> tuple[Case, ...]:
-    """Every shape in use: a decode step's batch with and without three draft tokens, and a prefill chunk."""
-    decode = [_case("decode", T, H, True) for T in (8, 32) for H in (16, 64, 128)]
-    prefill = [_case("prefill", 2048, H, True) for H in (16, 64, 128)]
-    return (*decode, *prefill, _case("decode", 8, 64, False), _case("prefill", 2048, 64, False))
+    """GLM-5.3's steps: decode of 1 and of 8 requests, with and without three draft tokens, and a chunk of a prompt.
+
+    8 and 16 heads are its 64 under TP; 256 queries are a chunk's under PCP. 128 heads it has not, but the kernel takes.
+    """
+    decode = [_case("decode", T, H, True) for T in (8, 32) for H in (8, 16, 64, 128)]
+    decode += [_case("decode", T, 64, True) for T in (1, 4)] + [_case("decode", T, 64, False) for T in (8, 32)]
+    prefill = [_case("prefill", 2048, H, True) for H in (8, 16, 64, 128)]
+    prefill += [_case("prefill", 256, 64, True), *(_case("prefill", T, 64, False) for T in (256, 2048))]
+    return (*decode, *prefill)
 
 
 def _case(use: str, T: int, H: int, quantized: bool) -> Case:

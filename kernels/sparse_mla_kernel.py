@@ -29,9 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from glmjax.errors import ConfigError
+from glmjax.kernels.clusters import MOST_BLOCKS
 from glmjax.kernels.kv_rows import LATENT_TILE
 from glmjax.kernels.scattered_rows import SWIZZLED, await_copies, start_copies
-from glmjax.kernels.sparse_mla_merge import AXIS, MEETINGS, MOST_BLOCKS, meet, merge_columns, simulated_parts
+from glmjax.kernels.sparse_mla_merge import AXIS, MEETINGS, meet, merge_columns, simulated_parts
 from glmjax.kernels.sparse_mla_shapes import HEADS, LATENT, ROPE, TILE
 
 SHARES = 2  # warpgroups that compute, each for half of the latent's columns
@@ -88,6 +89,18 @@ def _hidden_zero(simulate: bool) -> Any:
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     return zero()
+
+
+def _add_product(sums: Any, multiply: Any, simulate: bool) -> Any:
+    """``sums`` and what ``multiply`` adds to the accumulator that it is given."""
+    if not simulate:
+        return pl.run_state(multiply)(plgpu.ACC.init(sums))
+
+    def product(accumulator):  # the simulator knows those that start at zero only
+        multiply(accumulator)
+        return accumulator[...]
+
+    return sums + pl.run_scoped(product, plgpu.ACC(sums.shape, jnp.float32))
 
 
 @functools.cache
@@ -245,12 +258,7 @@ def make_kernel(
                 def multiply(product):
                     plgpu.wgmma(product, weights_s.at[zero], key_s.at[buffer, share + zero])
 
-                if simulate:  # which knows accumulators that start at zero only
-                    sums = scaled + pl.run_scoped(
-                        lambda product: (multiply(product), product[...])[1], plgpu.ACC(sums.shape, jnp.float32)
-                    )
-                else:
-                    sums = pl.run_state(multiply)(plgpu.ACC.init(scaled))
+                sums = _add_product(scaled, multiply, simulate)
                 if not quantized:
                     plgpu.barrier_arrive(free.at[buffer])
                 return sums, top, total
@@ -297,6 +305,10 @@ def make_kernel(
             meet(0, met)
             merge_columns(part_out, part_lse, whole, whole_lse, blocks=splits, peers=not simulate)
             meet(1, met)
+            if simulate:  # who leaves takes its shared memory along
+                all_out[block, split, :, columns] = jnp.full((block_heads, COLUMNS), jnp.nan, BF16)
+                if share == 0:
+                    all_lse[block, split] = jnp.full((block_heads,), jnp.nan)
 
         @pl.when(group == SHARES)
         def _load():

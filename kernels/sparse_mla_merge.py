@@ -5,7 +5,9 @@ share of the output, in pieces of 8 heads x 64 columns, and writes it. They meet
 others read its memory. Nothing of a part goes to device memory.
 
 Interpret mode knows clusters but neither their shared memory nor the hardware's barrier. There (``simulate``) the parts
-stand in device memory and a barrier of the simulator takes the place: who waits for whom is checked, and the sums.
+stand in device memory, spoilt by a block that leaves, and a barrier of the simulator takes the place: the sums are
+checked, and that blocks meet where they must. That the hardware's barrier stands there, and that the memory of peers is
+read, only compiled code shows.
 """
 
 # mypy: allow-untyped-defs
@@ -21,7 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 HEADS, COLUMNS = 8, 64  # of a piece: a tile of the swizzled shared memory
 AXIS = "part"  # of the cluster
-MOST_BLOCKS = 16  # of a cluster on Hopper; beyond 8 a kernel asks for it, as Mosaic does
 MEETINGS = 2
 
 # Each warp holds two heads of a piece, each of its half-warps reads the 128 bytes of one.

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glmjax.kernels import few_rows
+from glmjax.kernels.check import FLOAT32, INT32, check_arrays, check_count
 from glmjax.kernels.choose import Implementation, choose
 from glmjax.kernels.index_limits import row_obstacle
 
@@ -37,8 +38,11 @@ def top_k(
       scores [N, k] float32 and positions [N, k] int32, missing ones (-inf, -1) last.
 
     Raises:
-      ConfigError: the implementation is unknown, or asked for and not for these arguments.
+      ConfigError: other shapes or types, or the implementation is unknown, or asked for and not for these arguments.
     """
+    arguments = {"scores": (scores, "N S", FLOAT32), "visible": (visible, "N", INT32)}
+    check_arrays("top_k", arguments, optional=("visible",))
+    check_count("top_k", "k", k)
     if choose("top_k", implementation, kernel="triton", obstacle=row_obstacle(scores, k)) == "triton":
         from glmjax.kernels.topk_triton import top_k_triton
 

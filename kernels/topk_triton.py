@@ -17,6 +17,7 @@ import triton.language as tl
 
 from glmjax.errors import ConfigError
 from glmjax.kernels.candidates_triton import (
+    APART_BYTES,
     LOWEST,
     Parts,
     append,
@@ -38,7 +39,7 @@ def top_k_of_parts(
     scores_ptr, visible_ptr, published_ptr, size, parts, early,
     lists_ptr, counts_ptr,
     K: tl.constexpr, PARTS_PADDED: tl.constexpr, CAPACITY: tl.constexpr, STEP: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, REFRESH: tl.constexpr,
 ):  # fmt: skip
     """Fills the list of one part of one row. Grid (rows, parts)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -55,13 +56,14 @@ def top_k_of_parts(
     due = first + early
     while at < end:
         count, least = make_room(list_ptr, count, least, (CAPACITY - K) // 4, K, CAPACITY, STEP)
-        # So far there is room whatever the scores are: the loop below has no branch, and its loads run ahead.
+        # So far there is room whatever the scores are: the loop below does not ask, and its loads run ahead.
         stop = tl.minimum(end, at + (CAPACITY - count) // BLOCK * BLOCK)
         if PARTS_PADDED > 1:
-            least = tl.maximum(least, floor_of(published_ptr, visible, parts, part_size, PARTS_PADDED))
             stop = tl.minimum(stop, due)
         for start in tl.range(at, stop, BLOCK, num_stages=STAGES):
             positions = tl.multiple_of(start, BLOCK) + i
+            if (PARTS_PADDED > 1) & (start % REFRESH == 0):
+                least = tl.maximum(least, floor_of(published_ptr, visible, parts, part_size, PARTS_PADDED))
             scores = tl.load(scores_ptr + positions, mask=positions < size, other=float("-inf"))
             count = append(list_ptr, count, scores, positions, (scores >= least) & (positions < end))
         at = stop
@@ -81,6 +83,7 @@ class Config:
       stages: blocks in flight.
       num_warps: of a program; each thread holds capacity / (32 num_warps) scores when the list is shortened.
       early: scores after which a part first publishes.
+      refresh: scores after which a part looks again at what the others have published.
     """
 
     capacity: int = 8192
@@ -88,14 +91,16 @@ class Config:
     stages: int = 4
     num_warps: int = 16
     early: int = 1024
+    refresh: int = 2048
 
     def check(self, k: int) -> None:
         powers = all(size > 0 and size & (size - 1) == 0 for size in (self.capacity, self.block, self.num_warps))
         enough = self.block >= 4 and self.capacity >= k + 4 * self.block
-        if not powers or not enough or self.early % self.block or self.stages < 1:
+        steps = all(n > 0 and n % self.block == 0 for n in (self.early, self.refresh))
+        if not powers or not enough or not steps or self.stages < 1:
             raise ConfigError(
                 f"{self} for k={k}: capacity, block and num_warps must be powers of two, capacity >= k + 4 block, "
-                "block >= 4, early a multiple of block"
+                "block >= 4, early and refresh multiples of block"
             )
 
 
@@ -105,7 +110,7 @@ def default_config(rows: int, size: int) -> Config:
     block = Config.block
     while block > 128 and part < 2 * block:
         block //= 2
-    return Config(block=block, early=block)
+    return Config(block=block, early=block, refresh=2 * block)
 
 
 def top_k_triton(
@@ -140,14 +145,14 @@ def top_k_triton(
         grid=(N, parts.parts),
         num_warps=config.num_warps,
         num_bytes=4 * N * S,
-        STAGES=config.stages,
+        STAGES=config.stages, REFRESH=config.refresh,
         **parts.constants,
     )  # fmt: skip
     return merge_lists(parts, published, lists, counts)
 
 
 def cases() -> tuple[Case, ...]:
-    """Shapes in use: the scores of a decode batch and of a prefill chunk."""
+    """For who has scores already: those of a decode batch and of a prefill chunk."""
     decode = ((8, 32768), (8, 131072), (8, 1048576), (32, 131072))
     return (*(_case("decode", rows, size) for rows, size in decode), _case("prefill", 2048, 131072))
 
@@ -161,7 +166,7 @@ def _case(name: str, rows: int, size: int, k: int = MAX_K) -> Case:
         shape=f"{name} N={rows} S={size} k={k}",
         function=functools.partial(top_k_triton, k=k),
         arguments=(jax.ShapeDtypeStruct((rows, size), jnp.float32),),
-        bytes=4 * rows * size + parts.bytes(size, config.early),
+        bytes=4 * rows * size + parts.bytes(size, early=config.early, refresh=config.refresh, apart=APART_BYTES // 4),
         flops=0,
         arithmetic="float32",
         stages=config.stages,

@@ -12,6 +12,7 @@ import msgspec
 from glmjax.errors import RequestError
 from glmjax.serving import bad_fields
 from glmjax.types import MAX_LOGPROBS, SamplingParams
+from glmjax.vllm_names import NO_GRAMMAR, SAMPLING, Refused, refusal
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -97,37 +98,17 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-_NO_GRAMMAR = "needs constrained decoding, which is not supported yet"
-
 # Field -> (values that ask for nothing, why not).
-_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "presence_penalty": ((0,), "penalties are not supported"),
-    "frequency_penalty": ((0,), "penalties are not supported"),
-    "repetition_penalty": ((1,), "penalties are not supported"),
-    "length_penalty": ((1,), "beam search is not supported"),
-    "use_beam_search": ((False,), "beam search is not supported"),
-    "best_of": ((1,), "use n"),
-    "suffix": (("",), "filling in the middle is not supported"),
-    "logit_bias": (({},), "biased logits are not supported"),
-    "prompt_logprobs": ((), "log-probabilities of the prompt are not supported"),
-    "bad_words": (([],), "banned words are not supported"),
-    "allowed_token_ids": ((), "use of a part of the vocabulary is not supported"),
-    "logprob_token_ids": (([],), "log-probabilities of chosen ids are not supported"),
-    "logits_processors": (([],), "logits processors are not supported"),
-    "thinking_token_budget": ((-1,), "a budget for thinking is not supported"),
-    "truncate_prompt_tokens": ((), "prompts are never truncated"),
+_REFUSED: Refused = {
+    **SAMPLING,
+    "suffix": (("",), "the model continues text, it fills nothing in"),
     "chat_template": ((), "the server's own template is used"),
-    "documents": (([],), "documents are not supported, put them into messages"),
+    "documents": (([],), "put them into messages"),
     "functions": (([],), "use tools"),
     "function_call": (("none", "auto"), "use tool_choice"),
     "audio": ((), "the model reads and writes text only"),
     "modalities": ((["text"], []), "the model reads and writes text only"),
-    "web_search_options": ((), "the server has no web search"),
-    "structured_outputs": ((), _NO_GRAMMAR),
-    "guided_json": ((), _NO_GRAMMAR),
-    "guided_regex": ((), _NO_GRAMMAR),
-    "guided_choice": ((), _NO_GRAMMAR),
-    "guided_grammar": ((), _NO_GRAMMAR),
+    "web_search_options": ((), "the server searches nothing"),
 }
 
 _SAMPLING_FIELDS = (
@@ -173,12 +154,9 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    for field, (neutral, why) in _REFUSED.items():
-        value = raw.get(field)
-        if value is not None and value not in neutral:
-            if field == "best_of" and value == raw.get("n"):
-                continue
-            raise RequestError(f"{field} is not supported: {why}", field)
+    if refused := refusal(raw, _REFUSED):
+        field, why = refused
+        raise RequestError(why, field)
 
 
 def completion_sampling(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -192,7 +170,7 @@ def completion_sampling(request: CompletionRequest, defaults: Mapping[str, Any])
 def chat_sampling(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     _check_stream(request)
     if request.top_logprobs is not None:
-        if not request.logprobs:
+        if request.top_logprobs > 0 and not request.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         if not 0 <= request.top_logprobs <= MAX_LOGPROBS:
             raise RequestError(
@@ -221,7 +199,7 @@ def check_chat(request: ChatRequest) -> None:
     if choice == "required" or isinstance(choice, dict):
         raise RequestError(
             f"tool_choice {'required' if choice == 'required' else 'of a named tool'} "
-            f"{_NO_GRAMMAR}; use 'auto' or 'none'",
+            f"{NO_GRAMMAR}; use 'auto' or 'none'",
             "tool_choice",
         )
     raise RequestError(f"tool_choice must be 'none' or 'auto', got {choice!r}", "tool_choice")
@@ -230,7 +208,7 @@ def check_chat(request: ChatRequest) -> None:
 def _check_format(request: GenerateRequest) -> None:
     wanted = (request.response_format or {}).get("type", "text")
     if wanted != "text":
-        raise RequestError(f"response_format of type {wanted!r} {_NO_GRAMMAR}", "response_format")
+        raise RequestError(f"response_format of type {wanted!r} {NO_GRAMMAR}", "response_format")
 
 
 def template_arguments(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from source_graph import (
 
 MAX_LINES = 450
 
-VALUES = {"glmjax.config", "glmjax.types", "glmjax.errors"}
+VALUES = {"glmjax.config", "glmjax.types", "glmjax.errors", "glmjax.vllm_names"}
 PROGRAMS = {f"glmjax.{name}" for name in ("programs", "step", "step_io", "fit", "fit_decode", "handoff", "stage")}
 FACE = {
     *("glmjax.api", "glmjax.bench_cli", "glmjax.cli", "glmjax.cli_errors", "glmjax.cli_log", "glmjax.cli_options"),
-    *("glmjax.cli_proxy", "glmjax.engines", "glmjax.engine_process", "glmjax.processes", "glmjax.__main__"),
+    *("glmjax.cli_proxy", "glmjax.cli_interrupt", "glmjax.engines", "glmjax.engine_process", "glmjax.processes"),
+    *("glmjax.cuda_plugin", "glmjax.__main__"),
 }
 
 # Level -> the levels that its files may import.  "root" is glmjax/__init__.py: a version, names that load on first use.

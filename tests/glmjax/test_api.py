@@ -501,7 +501,15 @@ def test_nothing_is_kept_where_the_cache_folder_cannot_be(unbuilt, tmp_path, mon
 
 
 def test_any_other_name_is_a_path():
-    assert str(find_model("some/where")) == "some/where"
+    assert str(find_model("some/where/else")) == "some/where/else"
+
+
+def test_a_name_of_the_hub_is_told_to_be_downloaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"zai-org/GLM-5\.3 not found: .* hf download zai-org/GLM-5\.3 "):
+        LLM("zai-org/GLM-5.3")
+    (tmp_path / "zai-org" / "GLM-5.3").mkdir(parents=True)
+    assert str(find_model("zai-org/GLM-5.3")) == "zai-org/GLM-5.3"
 
 
 def test_serving_from_several_processes_is_refused(monkeypatch, folder):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_glm
 
-from glmjax.attention import attend, insert_kv, query_latent, selected_slots
+from glmjax.attention import attend, new_rows, query_latent, selected_slots
 from glmjax.batch import contiguous_batch
 from glmjax.cache import KVCache, make_cache, read_mla
 from glmjax.config import GLMConfig
@@ -33,7 +33,7 @@ def attention(params, config, layer, x, dtype, chosen):
         rope_angles(share.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta),
     )
     kv = KV(make_cache(config, *x.shape[:2], dtype), None)
-    kv = insert_kv(weights, config, kv, layer, rows, angles, share)
+    kv = kv.write(new_rows(weights, config, rows, angles), share, layer)
     chosen = chosen.reshape(rows.shape[0], -1)
     kv, slots, _ = selected_slots(kv, share, chosen, layer=layer, indexer=0, followers=0)
     latent = query_latent(weights, config, rows)

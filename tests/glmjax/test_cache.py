@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from glmjax import codec
-from glmjax.cache import (
-    abstract_cache,
-    insert_index_key,
-    insert_mla,
-    make_cache,
-    read_index_keys,
-    read_mla,
-)
+from glmjax.cache import abstract_cache, make_cache, packed, read_index_keys, read_mla, write_rows
 from glmjax.config import GLMConfig
 from glmjax.errors import ConfigError
 from glmjax.kernels import kv_rows
@@ -29,8 +22,7 @@ SLOTS = BLOCKS * BLOCK
 LAYER, INDEXER = 4, 2
 DTYPES = ["fp8_ds_mla", "bfloat16", "float32"]
 
-write_mla = jax.jit(insert_mla)
-write_key = jax.jit(insert_index_key)
+jitted_write = jax.jit(write_rows)
 read_rows = jax.jit(read_mla)
 read_keys = jax.jit(read_index_keys, static_argnums=3)
 
@@ -56,9 +48,8 @@ def random_rows(count=6, seed=0):
 
 
 def write(dtype, slots, rows):
-    latent, rope, key = rows
-    cache = write_mla(full_pool(dtype), jnp.int32(LAYER), slots, latent, rope)
-    return write_key(cache, jnp.int32(INDEXER), slots, key)
+    new = dict(zip(("latent", "rope", "index_key"), rows, strict=True))
+    return jitted_write(full_pool(dtype), new, slots, layer=LAYER, indexer=INDEXER)
 
 
 # Some slots of a step, padding among them, none twice.
@@ -161,3 +152,24 @@ def test_pool_without_mtp_has_no_rows_for_it():
 def test_unknown_format_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"kv_cache_dtype must be .*'int8'"):
         abstract_cache(CONFIG, 1, 8, "int8")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_be_packed_before_they_travel(dtype):
+    rows, slots = random_rows(), np.array([3, -1, 0, 17, 5, 9], np.int32)
+    new = dict(zip(("latent", "rope", "index_key"), rows, strict=True))
+    written = jitted_write(full_pool(dtype), packed(full_pool(dtype), new), slots, layer=LAYER, indexer=INDEXER)
+    jax.tree.map(np.testing.assert_array_equal, written, write(dtype, slots, rows))
+
+
+def test_index_keys_may_have_slots_of_their_own():
+    rows, slots, others = (
+        random_rows(),
+        np.array([3, -1, 0, 17, 5, 9], np.int32),
+        np.array([1, 2, -1, 4, 0, 8], np.int32),
+    )
+    new = dict(zip(("latent", "rope", "index_key"), rows, strict=True))
+    both = jitted_write(full_pool("fp8_ds_mla"), new, slots, layer=LAYER, indexer=INDEXER, index_slots=others)
+    layer, indexer = (write("fp8_ds_mla", at, rows) for at in (slots, others))
+    for name, pool in vars(both).items():
+        np.testing.assert_array_equal(pool, getattr(indexer if name.startswith("index") else layer, name), err_msg=name)

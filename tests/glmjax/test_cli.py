@@ -1,6 +1,5 @@
 """The command line: what it prints, and one line on standard error with exit code 2 for what the user can mend."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -29,9 +28,6 @@ from glmjax.orbax_io import is_orbax
 FEW = ["--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
 LINE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) "  # how lines of the log begin
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-no_gpu = not any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 
 @pytest.fixture(scope="module")
@@ -299,6 +295,14 @@ def test_help_lists_the_commands(glm):
     assert code == 0 and all(name in out for name in ("serve", "generate", "convert"))
 
 
+@pytest.mark.parametrize("arguments", [[], ["bench"]], ids=["glmjax", "glmjax bench"])
+def test_nothing_asked_for_is_answered_with_help(glm, arguments):
+    code, out, err = glm(*arguments)
+    shown = glm(*arguments, "--help")[1]
+    assert (code, out, err.split()) == (2, "", shown.split())
+    assert err.count("\n") > 5 and err.startswith("Usage: ")
+
+
 # Serve.
 
 
@@ -316,8 +320,8 @@ def test_serve_says_where_it_is_and_ends_on_interrupt(folder):
         server.send_signal(signal.SIGINT)
         out, err = server.communicate(timeout=60)
         assert (out, server.returncode) == ("", 0)
-        said = [re.sub(LINE, "", line) for line in err.splitlines()]
-        assert [line.split(":")[0] for line in said] == ["Loading small"] * 2 + ["Compiling"] * 2 + ["KV cache"], err
+        said = [re.sub(LINE, "", line).split(":")[0] for line in err.splitlines()]
+        assert list(dict.fromkeys(said)) == ["Loading small", "Compiling", "KV cache"], err
     finally:
         server.kill()
         server.wait()
@@ -369,12 +373,3 @@ def test_example_runs(example, shown, tmp_path):
     run = process(EXAMPLES / example, env=without_devices(), cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert re.search(shown, run.stdout), run.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs JAX's CUDA plugin")
-@pytest.mark.skipif(not no_gpu, reason="needs a machine without a GPU")
-def test_plugin_that_only_compiles_is_not_mentioned(folder):
-    settings = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    done = process("-m", "glmjax", "generate", folder, "--prompt", "x", "--max-tokens", "1", *FEW, env=settings)
-    assert done.returncode == 0 and all(re.match(LINE, line) for line in done.stderr.splitlines()), done.stderr

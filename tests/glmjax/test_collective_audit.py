@@ -161,6 +161,7 @@ def test_compiled_collectives_are_those_listed(layout, shape, prefill, combine, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unoptimized_h200_code")
 @pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs JAX's CUDA plugin, no GPU")
 @pytest.mark.parametrize("prefill", ["query_gather", "kv_gather"])
 def test_compiled_for_h200_the_bytes_are_those_listed(prefill):

@@ -24,6 +24,7 @@ CONTEXTS = (0, 64 << 10, 248 << 10, 1 << 20)
 GATHERED = [("pcp8_dcp8", "kv_gather", cached) for cached in CONTEXTS]
 CASES = [*GATHERED, ("pcp8_dcp8", "query_gather", 1 << 20), ("pcp8", "auto", 1 << 20)]
 
+pytestmark = pytest.mark.usefixtures("unoptimized_h200_code")
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs JAX's CUDA plugin, no GPU: make test has it"
 )

@@ -28,6 +28,7 @@ ROW_BYTES = LATENT + 4 * LATENT // 128 + 2 * CONFIG.qk_rope_head_dim
 FOLLOWERS = 3
 DP8 = Layout(dp=8, ep=8)
 
+pytestmark = pytest.mark.usefixtures("unoptimized_h200_code")
 needs_plugin = pytest.mark.skipif(
     importlib.util.find_spec("jax_cuda12_plugin") is None, reason="needs JAX's CUDA plugin, no GPU: make test has it"
 )

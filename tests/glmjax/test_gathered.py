@@ -31,7 +31,7 @@ def _read(layout, positions, tables):
         cache = make_cache(CONFIG, REQUESTS * WIDTH, BLOCK, "float32")
         key = 1000 * (1 + jnp.arange(REQUESTS)[:, None]) + share.group_positions
         rows = jnp.broadcast_to(key.reshape(-1, 1), (key.size, CONFIG.index_head_dim)).astype(jnp.float32)
-        cache = write_rows(cache, INDEXER, share.write_slots, {"index_key": rows})
+        cache = write_rows(cache, {"index_key": rows}, share.write_slots, indexer=INDEXER)
         kv = first_kv(cache, 0, INDEXER, share)
         assert kv.view is not None
         keys, scale = read_gathered_keys(kv.view, positions, share)

@@ -40,8 +40,8 @@ def _select(config, sizes, weights, cache, x, latent, batch):
             setattr(index_topk, name, value)
         angles = rope_angles(batch.positions.reshape(-1), config.qk_rope_head_dim, config.rope_theta)
         share = share_of(batch, ONE_DEVICE)
-        kv, chosen = indexer.select(weights, config, KV(cache, None), INDEXER, x, latent, angles, share)
-        return kv.cache, chosen
+        kv = KV(cache, None).write(indexer.new_keys(weights, config, x, angles), share, None, INDEXER)
+        return kv.cache, indexer.select(weights, config, kv, INDEXER, x, latent, angles, share)
     finally:
         for name, value in before.items():
             setattr(index_topk, name, value)
@@ -149,7 +149,9 @@ def test_scores_equal_transformers(layer):
         patch.setattr(index_topk, "index_scores", record)
         w = at_layer(params.indexer, place)
         latent = query_latent(attention, config, x)
-        indexer.select(w, config, KV(cache, None), place, x, latent, angles, share_of(batch, ONE_DEVICE))
+        share = share_of(batch, ONE_DEVICE)
+        kv = KV(cache, None).write(indexer.new_keys(w, config, x, angles), share, None, place)
+        indexer.select(w, config, kv, place, x, latent, angles, share)
     actual, expected = np.asarray(seen["scores"]), recorded[f"index_scores.{layer}"]
     masked = np.isneginf(actual)
     assert (masked == (expected < -1e37)).all()

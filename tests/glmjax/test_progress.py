@@ -25,6 +25,12 @@ def test_beginning_and_end_are_said_and_what_is_between_only_when_due(lines):
     assert lines() == ["Compiling: 7 programs", "Compiling: done in"]
 
 
+def test_one_is_no_plural(lines):
+    with Progress("Generating", 1, "requests"):
+        pass
+    assert lines()[0] == "Generating: 1 request"
+
+
 def test_what_takes_long_says_how_far_it_is(lines, monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     with Progress("Compiling", 3, "programs") as shown:

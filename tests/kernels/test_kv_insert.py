@@ -44,8 +44,9 @@ def make_rows(tokens, seed=0, dtype=jnp.bfloat16):
 
 
 def shuffled_slots(tokens, seed=0, slots=SLOTS):
-    """Different slots in no order, some -1: at the head, at the end and between; the last slot stays free."""
+    """Different slots in no order, some -1: at the head, at the end and between; the pool's last among them."""
     at = np.random.default_rng(seed).permutation(slots - 1)[:tokens].astype(np.int32)
+    at[1] = slots - 1
     at[[0, tokens // 2, tokens - 1]] = -1
     return jnp.asarray(at)
 
@@ -70,13 +71,11 @@ def expected(pools, rows, slots, layer, indexer):
     return result
 
 
-def assert_same(found, wanted, *, spare):
-    """Bit for bit; the last slot, where the jnp form drops rows, may hold anything if ``spare``."""
+def assert_same(found, wanted):
+    """Bit for bit."""
     for name in found:
-        got, want = np.asarray(found[name]), wanted[name]
-        if spare:
-            got, want = got[:, :-1], want[:, :-1]
-        assert (np.ascontiguousarray(got).view(np.uint8) == np.ascontiguousarray(want).view(np.uint8)).all(), name
+        got, want = np.ascontiguousarray(found[name]), np.ascontiguousarray(wanted[name])
+        assert (got.view(np.uint8) == want.view(np.uint8)).all(), name
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -85,20 +84,27 @@ def test_rows_are_where_the_codec_puts_them(kind, tokens):
     pools, rows, slots = make_pools(kind), make_rows(tokens), shuffled_slots(tokens)
     found = jax.jit(lambda p, r, s: kv_insert(p, r, s, layer=1, indexer=0))(pools, rows, slots)
     assert set(found) == set(pools)
-    assert_same(found, expected(pools, rows, slots, 1, 0), spare=True)
+    assert_same(found, expected(pools, rows, slots, 1, 0))
 
 
 def test_one_token():
     pools, rows = make_pools("fp8"), make_rows(1)
     found = kv_insert(pools, rows, jnp.asarray([7], jnp.int32), layer=2, indexer=1)
-    assert_same(found, expected(pools, rows, [7], 2, 1), spare=False)
+    assert_same(found, expected(pools, rows, [7], 2, 1))
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rows_that_are_all_dropped_leave_every_slot(tokens):
+    pools, slots = make_pools("fp8"), jnp.full(tokens, -1, jnp.int32)
+    found = kv_insert(pools, make_rows(tokens), slots, layer=1, indexer=1)
+    assert_same(found, {name: np.asarray(pool) for name, pool in pools.items()})
 
 
 def test_no_token():
     pools = make_pools("fp8")
     rows = {name: x[:0] for name, x in make_rows(1).items()}
     found = kv_insert(pools, rows, jnp.zeros(0, jnp.int32), layer=0, indexer=0)
-    assert_same(found, {name: np.asarray(pool) for name, pool in pools.items()}, spare=False)
+    assert_same(found, {name: np.asarray(pool) for name, pool in pools.items()})
 
 
 def test_rows_as_stored_are_copied():
@@ -110,7 +116,7 @@ def test_rows_as_stored_are_copied():
     written = np.asarray(slots)[np.asarray(slots) >= 0]
     wanted["latent_scale"][1, written] *= 3
     assert set(found) == {"latent", "latent_scale", "rope"}
-    assert_same(found, wanted, spare=True)
+    assert_same(found, wanted)
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -129,14 +135,14 @@ def test_pools_are_updated_in_place(kind):
         (lambda p, r: kv_insert(p, {"latent": r["latent"]}, SOME, layer=0), "rows lack rope"),
         (lambda p, r: kv_insert(p, r, SOME, layer=0), "rows index_key have no place"),
         (lambda p, r: kv_insert(without(p, "rope"), r, SOME, layer=0, indexer=0), "pools lack rope"),
-        (lambda p, r: kv_insert(without(p, "latent_scale"), r, SOME, layer=0, indexer=0), "need 'latent_scale'"),
+        (lambda p, r: kv_insert(without(p, "latent_scale"), r, SOME, layer=0, indexer=0), "without 'latent_scale'"),
         (
             lambda p, r: kv_insert(p, {**r, "latent": p["latent"][0, :4]}, SOME, layer=0, indexer=0),
-            "rows 'latent' of uint8 go into a pool of uint8 and bring 'latent_scale'",
+            "rows 'latent' of uint8 without 'latent_scale', give it too",
         ),
         (
             lambda p, r: kv_insert(p, {**r, "latent_scale": p["latent_scale"][0, :4]}, SOME, layer=0, indexer=0),
-            "bring 'latent_scale', others none",
+            "rows 'latent' of bfloat16 with 'latent_scale', which is for uint8",
         ),
         (lambda p, r: kv_insert(p, r, SOME, layer=0, indexer=0, implementation="hopper"), "'auto', 'jnp' or 'triton'"),
     ],

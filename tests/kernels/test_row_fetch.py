@@ -105,7 +105,7 @@ def array(width, dtype=jnp.uint8):
         ((array(656), array(132), ROWS, ROWS), "target rows of 656 bytes, source rows of 132"),
         (([array(4), array(4)], [array(4), array(4)], ROWS, ROWS), "2 target and 2 source arrays; one side must be"),
         (([array(4)] * 4, array(16), ROWS, ROWS), "4 target and 1 source arrays.*at most 3 fields"),
-        ((array(16), array(16), ROWS, ROWS[:1]), r"lists of rows of shapes \(2,\) and \(1,\)"),
+        ((array(16), array(16), ROWS, ROWS[:1]), r"source_rows of shape \(1,\), give \[N\] with N = 2"),
         ((array(16), HostRows.at(1 << 40, 16), ROWS, ROWS), "rows in host memory need a GPU"),
         ((array(16), HostRows.at(1 << 40, 20), ROWS, ROWS), "target rows of 16 bytes, source rows of 20"),
     ],

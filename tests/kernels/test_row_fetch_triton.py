@@ -84,8 +84,12 @@ def test_rows_beyond_2_to_the_31_words(tmp_path):
     assert not target[[1, rows - 3, rows - 1]].any()
 
 
+# One of the cases that differ in the number of rows alone, which is an argument of the kernel: the one with fewest.
+UNLIKE = {case.shape.split(maxsplit=1)[1]: case for case in sorted(kernel.cases(), key=lambda case: -case.bytes)}
+
+
 @needs_plugin
-@pytest.mark.parametrize("case", kernel.cases(), ids=lambda case: case.shape)
+@pytest.mark.parametrize("case", UNLIKE.values(), ids=lambda case: case.shape)
 def test_code_for_an_h200(case):
     program = compile_program(case)
     check_in_place(program, case)

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from glmjax.kernels import sparse_mla_hopper
+from glmjax.kernels import clusters as hardware
+from glmjax.kernels.clusters import clusters_at_once
 from glmjax.kernels.roofline import MULTIPROCESSORS
-from glmjax.kernels.sparse_mla_hopper import clusters_at_once, count_cut, default_config, least_bytes
+from glmjax.kernels.sparse_mla_hopper import count_cut, default_config, least_bytes
 
 
 @pytest.mark.parametrize("queries", [1, 2, 3, 7, 8, 16, 20, 32, 48, 64, 100, 131, 132, 133, 1000])
@@ -29,7 +30,7 @@ def test_powers_of_two_take_128_multiprocessors():
 
 
 @pytest.mark.parametrize(("queries", "heads"), [(8, 16), (8, 64), (16, 64)])
-def test_more_blocks_than_multiprocessors_of_a_decode_step_would_be_slower(queries, heads):
+def test_more_blocks_than_multiprocessors_take_turns_and_have_no_fewer_tiles_in_a_row(queries, heads):
     """8 queries: 16 blocks for each are 128. Whole blocks for each beyond that are 136 or more, and some wait.
 
     16 queries of 64 heads are cut as 8 of 128.
@@ -44,12 +45,15 @@ def test_more_blocks_than_multiprocessors_of_a_decode_step_would_be_slower(queri
 
 
 @pytest.mark.parametrize("heads", [16, 64])
-def test_sharing_rows_evenly_among_all_multiprocessors_costs_bytes_and_saves_nothing(heads):
+def test_to_keep_all_multiprocessors_busy_costs_bytes_and_saves_no_tile(heads):
     cuts = [count_cut(8, heads, MULTIPROCESSORS // blocks, blocks) for blocks in range(1, 17) if 132 % blocks == 0]
     whole = [cut for cut in cuts if cut.busy == MULTIPROCESSORS and cut.turns == 1]
     assert len(whole) == 2  # clusters of one block and of two
     for cut in whole:
         assert cut.tiles == 2 and cut.bytes > 1.15 * least_bytes(8, heads, 2048, True)
+    of_32 = count_cut(32, heads, 66, 2)  # few bytes more here, and as many tiles
+    chosen = count_cut(32, heads, 32, default_config(32, heads, 2048, True).splits)
+    assert of_32.busy == MULTIPROCESSORS and of_32.tiles == chosen.tiles == 8
     for rows in (8, 16, 32, 64):  # of a smaller tile
         assert rows * -(-8 * 2048 // rows // MULTIPROCESSORS) == 2 * 64
 
@@ -64,12 +68,8 @@ def test_the_cuts_are_counted_as_documented():
         assert f"| {' | '.join(map(str, numbers))} |" in text
 
 
-def test_a_cluster_stays_within_a_group_of_multiprocessors():
-    assert [clusters_at_once(n) for n in (1, 2, 4, 6, 8, 16)] == [132, 66, 32, 18, 16, 8]
-
-
 def test_with_a_group_below_16_clusters_of_11_have_least_in_a_row(monkeypatch):
-    monkeypatch.setattr(sparse_mla_hopper, "GROUPS", (18, 18, 18, 16, 16, 16, 16, 14))
+    monkeypatch.setattr(hardware, "GROUPS", (18, 18, 18, 16, 16, 16, 16, 14))
     assert [clusters_at_once(n) for n in (16, 8)] == [7, 15]  # as reported of two H100
     assert [count_cut(8, 64, 8, blocks).tiles for blocks in (16, 11, 8)] == [4, 3, 4]
     assert default_config(8, 64, 2048, True).splits == 11
