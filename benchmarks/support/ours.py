@@ -21,7 +21,6 @@ import glmjax.model
 from glmjax.cache import KVCache
 from glmjax.checkpoint import load_checkpoint
 from glmjax.config import GLMConfig
-from glmjax.gathered import KV
 from glmjax.params import Params
 from glmjax.programs import Programs
 from glmjax.serving.plan import Chunk, Plan, Sampled
@@ -109,16 +108,16 @@ class Bench:
 
         The indexer itself still runs, told that the context is one token, which takes its path without scores.
         """
-        select: Callable[..., tuple[KV, jax.Array]] = glmjax.model.select
+        select: Callable[..., jax.Array] = glmjax.model.select
 
-        def spread(*args: Any) -> tuple[KV, jax.Array]:
+        def spread(*args: Any) -> jax.Array:
             *others, share = args
-            kv, chosen = select(*others, dataclasses.replace(share, positions=jnp.minimum(share.positions, 0)))
+            chosen = select(*others, dataclasses.replace(share, positions=jnp.minimum(share.positions, 0)))
             count = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
             seen = share.positions.reshape(-1, 1) + 1
             even = count * seen // chosen.shape[-1]
             # Never negative there; looking keeps the indexer's result, and so its work, alive.
-            return kv, jnp.where(chosen[:, :1] < 0, chosen, even)
+            return jnp.where(chosen[:, :1] < 0, chosen, even)
 
         with mock.patch.object(glmjax.model, "select", spread):
             return cls._programs(job, config, params, (StepShape(job.batch, 1, decode=True),))

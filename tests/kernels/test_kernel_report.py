@@ -246,7 +246,7 @@ def test_command_prints_a_table(glm, monkeypatch):
     monkeypatch.setattr(kernel_report, "all_cases", lambda: cases)
     code, out, err = glm("kernels", "kv_insert")
     assert code == 0 and "Compiling: 2 kernels" in err
-    assert "T=2048 latent, rope, index key fp8" in out and "LDGSTS:" in out and "4.8 TB/s" in out
+    assert "T=2048 latent, rope bf16" in out and "LDGSTS:" in out and "4.8 TB/s" in out
 
 
 @needs_plugin
